@@ -1,0 +1,98 @@
+"""The database of a service: one engine, and the session settings on which the guarantees stand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import structlog
+from sqlalchemy import MetaData, text
+from sqlalchemy.engine import make_url
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
+
+log = structlog.get_logger(__name__)
+
+# One naming convention for both databases, so that a migration can name what it drops.
+NAMING_CONVENTION = {
+    "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+    "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+    "ck": "ck_%(table_name)s_%(constraint_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_N_name)s_%(referred_table_name)s",
+    "pk": "pk_%(table_name)s",
+}
+
+
+def new_metadata() -> MetaData:
+    """Return metadata with the project's naming convention."""
+    return MetaData(naming_convention=NAMING_CONVENTION)
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseSettings:
+    """How to reach a database, and the time limits of its sessions.
+
+    A writer that hangs after appending events holds up 1/96 of the keys, so no transaction may hang:
+    `transaction_timeout` and `idle_in_transaction_session_timeout` end it, `lock_timeout` frees those who wait for it.
+    """
+
+    url: str = field(repr=False)
+    application_name: str
+    pool_size: int = 10
+    connect_timeout_seconds: float = 5.0
+    pool_timeout_seconds: float = 5.0
+    lock_timeout_seconds: float = 5.0
+    transaction_timeout_seconds: float = 20.0
+    idle_in_transaction_timeout_seconds: float = 10.0
+    session_settings: Mapping[str, str] = field(default_factory=dict)
+
+
+class Database:
+    """An engine with the project's session settings. It connects when first used, so it can be made while away."""
+
+    def __init__(self, settings: DatabaseSettings) -> None:
+        self.settings = settings
+        self.engine: AsyncEngine = create_async_engine(
+            make_url(settings.url).set(drivername="postgresql+asyncpg"),
+            pool_size=settings.pool_size,
+            max_overflow=0,
+            pool_timeout=settings.pool_timeout_seconds,
+            pool_use_lifo=True,
+            hide_parameters=True,  # errors and logs carry no customer data
+            connect_args={"timeout": settings.connect_timeout_seconds, "server_settings": self.server_settings()},
+        )
+
+    def server_settings(self) -> dict[str, str]:
+        """Return the run-time settings of every session, in PostgreSQL's own names and units (milliseconds)."""
+        limits = self.settings
+        return {
+            "application_name": limits.application_name,
+            "timezone": "UTC",
+            "jit": "off",
+            "lock_timeout": _milliseconds(limits.lock_timeout_seconds),
+            "transaction_timeout": _milliseconds(limits.transaction_timeout_seconds),
+            "idle_in_transaction_session_timeout": _milliseconds(limits.idle_in_transaction_timeout_seconds),
+            **limits.session_settings,
+        }
+
+    @property
+    def dsn(self) -> str:
+        """Return the address in libpq's form, for the driver's own connections (LISTEN, NOTIFY)."""
+        return make_url(self.settings.url).set(drivername="postgresql").render_as_string(hide_password=False)
+
+    def session(self) -> AsyncSession:
+        """Return a new session. Objects stay readable after the commit; nothing is flushed behind the caller's back."""
+        return AsyncSession(self.engine, expire_on_commit=False, autoflush=False)
+
+    async def ping(self, deadline_seconds: float = 2.0) -> None:
+        """Return when the database answered. Raises what `errors.is_transient` understands."""
+        async with asyncio.timeout(deadline_seconds), self.engine.connect() as connection:
+            await connection.execute(text("SELECT 1"))
+
+    async def close(self) -> None:
+        """Close every connection of the pool."""
+        await self.engine.dispose()
+
+
+def _milliseconds(seconds: float) -> str:
+    return str(int(seconds * 1000))

@@ -1,0 +1,95 @@
+"""Topics as code: what a service writes, made with the partition count and settings that the guarantees need."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import structlog
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
+
+from shared.errors import KafkaFailure, Refused
+from shared.kafka.settings import KafkaSettings
+
+log = structlog.get_logger(__name__)
+
+DAY_MILLISECONDS = 86_400_000
+
+
+@dataclass(frozen=True, slots=True)
+class TopicSpec:
+    """A topic a service owns. Retention must stay below the inbox's dedup window (docs/guarantees.md)."""
+
+    name: str
+    partitions: int
+    replication_factor: int
+    min_insync_replicas: int
+    retention_days: int = 7
+
+    def config(self) -> dict[str, str]:
+        """Return the topic's settings in Kafka's names."""
+        return {
+            "min.insync.replicas": str(self.min_insync_replicas),
+            "unclean.leader.election.enable": "false",
+            "retention.ms": str(self.retention_days * DAY_MILLISECONDS),
+            "segment.ms": str(DAY_MILLISECONDS),
+            "cleanup.policy": "delete",
+            "max.message.bytes": str(1_048_588),
+        }
+
+
+async def ensure_topics(settings: KafkaSettings, specs: Sequence[TopicSpec], deadline_seconds: float = 30.0) -> None:
+    """Make the topics that do not exist yet.
+
+    Raises Refused when one exists with another partition count (changing it moves keys), KafkaFailure when no broker
+    answers in time.
+    """
+    admin = AIOKafkaAdminClient(**settings.connection_options())
+    try:
+        async with asyncio.timeout(deadline_seconds):
+            await admin.start()
+            await _create_missing(admin, specs)
+            await _check_partitions(admin, specs)
+    except TimeoutError:
+        raise KafkaFailure(
+            f"Kafka at {settings.bootstrap_servers} did not answer within {deadline_seconds:g} s"
+        ) from None
+    except KafkaError as error:
+        raise KafkaFailure(f"{type(error).__name__}: {error}"[:300]) from error
+    finally:
+        await admin.close()
+
+
+async def _create_missing(admin: AIOKafkaAdminClient, specs: Sequence[TopicSpec]) -> None:
+    existing = set(await admin.list_topics())
+    new = [
+        NewTopic(spec.name, spec.partitions, spec.replication_factor, topic_configs=spec.config())
+        for spec in specs
+        if spec.name not in existing
+    ]
+    if not new:
+        return
+    response = await admin.create_topics(new)
+    for topic, code, *rest in response.topic_errors:
+        if code not in (0, TopicAlreadyExistsError.errno):
+            detail = rest[0] if rest else for_code(code).__name__
+            raise KafkaFailure(f"Kafka refused to make topic {topic}: {detail}")
+        log.info("kafka.topic_ready", topic=topic, created=code == 0)
+
+
+async def _check_partitions(admin: AIOKafkaAdminClient, specs: Sequence[TopicSpec]) -> None:
+    wanted = {spec.name: spec.partitions for spec in specs}
+    while True:  # a new topic's metadata takes a moment to reach the broker that is asked
+        described = await admin.describe_topics(list(wanted))
+        found = {topic["topic"]: len(topic["partitions"]) for topic in described if topic["error_code"] == 0}
+        for name, partitions in found.items():
+            if partitions and partitions != wanted[name]:
+                raise Refused(
+                    f"topic {name} has {partitions} partitions and {wanted[name]} are configured: a change moves keys "
+                    f"between partitions and breaks their order. Configure {partitions}, or drain and make a new topic."
+                )
+        if all(found.get(name) for name in wanted):
+            return
+        await asyncio.sleep(0.1)

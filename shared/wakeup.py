@@ -1,0 +1,104 @@
+"""Wake-up calls between processes over PostgreSQL's NOTIFY: hints that save a poll, never something to rely on.
+
+NOTIFY inside a business transaction takes a lock of the whole database and halves its commit rate, so a writer signals
+after its commit, on a connection of its own, several commits at once (field report F9). The listener has a connection
+of its own too and is pinged, for a dead peer or a transaction-pooling proxy makes it deaf (F10).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+import asyncpg
+import structlog
+
+from shared.lifecycle import READY, BackgroundService, Readiness, State, describe
+
+log = structlog.get_logger(__name__)
+
+_CONNECT_DEADLINE_SECONDS = 5.0
+_CALL_DEADLINE_SECONDS = 5.0
+
+
+class Notifier(BackgroundService):
+    """Sends one NOTIFY for all the signals of a few milliseconds."""
+
+    name = "notifier"
+    stop_deadline_seconds = 8.0
+
+    def __init__(self, dsn: str, channel: str, coalesce_seconds: float = 0.003) -> None:
+        super().__init__()
+        self._dsn = dsn
+        self._channel = channel
+        self._coalesce_seconds = coalesce_seconds
+        self._pending = asyncio.Event()
+
+    def signal(self) -> None:
+        """Ask for a NOTIFY soon. Returns at once; what cannot be sent is dropped, for listeners poll as well."""
+        self._pending.set()
+
+    def wake(self) -> None:
+        self._pending.set()
+
+    async def run(self) -> None:
+        connection = await _connect(self._dsn, "notifier")
+        try:
+            self.readiness = READY
+            self.backoff.reset()
+            while not self.stopping.is_set():
+                await self._pending.wait()
+                self._pending.clear()
+                async with asyncio.timeout(_CALL_DEADLINE_SECONDS):
+                    await connection.execute("SELECT pg_notify($1, '')", self._channel)
+                await self.pause(self._coalesce_seconds)
+        finally:
+            await _close(connection)
+
+
+class Listener(BackgroundService):
+    """Calls back when a channel is notified, and once whenever it (re)connects: what was missed is swept up."""
+
+    name = "listener"
+    stop_deadline_seconds = 8.0
+
+    def __init__(self, dsn: str, callbacks: Mapping[str, Callable[[], None]], ping_seconds: float = 5.0) -> None:
+        super().__init__()
+        self._dsn = dsn
+        self._callbacks = callbacks
+        self._ping_seconds = ping_seconds
+        self.connected = False
+
+    async def run(self) -> None:
+        connection = await _connect(self._dsn, "listener")
+        try:
+            for channel, callback in self._callbacks.items():
+                await connection.add_listener(channel, lambda *_, callback=callback: callback())
+            self.connected = True
+            self.readiness = READY
+            self.backoff.reset()
+            for callback in self._callbacks.values():
+                callback()
+            while not self.stopping.is_set():
+                await self.pause(self._ping_seconds)
+                async with asyncio.timeout(_CALL_DEADLINE_SECONDS):
+                    await connection.execute("SELECT 1")
+        finally:
+            self.connected = False
+            self.readiness = Readiness(
+                State.DEGRADED, "not listening; polling instead, so work is found a little later"
+            )
+            await _close(connection)
+
+
+async def _connect(dsn: str, purpose: str) -> asyncpg.Connection:
+    return await asyncpg.connect(
+        dsn, timeout=_CONNECT_DEADLINE_SECONDS, server_settings={"application_name": f"chargeonce {purpose}"}
+    )
+
+
+async def _close(connection: asyncpg.Connection) -> None:
+    try:
+        await connection.close(timeout=2.0)
+    except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+        log.debug("wakeup.close_failed", error=describe(error))
