@@ -95,7 +95,7 @@ def serve(
     # uvicorn raises a signal that it caught once more when it is done; then, and before it listens, it means: exit 0.
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
-    log.info("provider.listening", host=settings.host, port=listener.getsockname()[1], ledger=str(settings.ledger))
+    log.info("provider.starting", ledger=str(settings.ledger), window_seconds=settings.idempotency_window_seconds)
     server.run(sockets=[listener])
     log.info("provider.stopped")
 

@@ -24,6 +24,8 @@ LARGEST_BODY_BYTES = 16 * 1024
 LARGEST_FAULTS_BODY_BYTES = 4 * 1024 * 1024
 SHUTDOWN_SECONDS = 10
 
+log = structlog.get_logger("payment_provider")
+
 _PROBLEM_TYPE = "urn:payment-provider:problem:{type}"
 
 
@@ -131,11 +133,18 @@ async def client_gone(request: Request) -> None:
 
 
 class Server(uvicorn.Server):
-    """uvicorn that sets `stopping` when it begins to shut down, so that answers held back on purpose let go."""
+    """uvicorn that says when and where it serves, and sets `stopping` when it begins to shut down, so that answers held
+    back on purpose let go."""
 
     def __init__(self, config: uvicorn.Config, stopping: asyncio.Event) -> None:
         super().__init__(config)
         self._stopping = stopping
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or []:
+            host, port = listener.getsockname()[:2]
+            log.info("provider.listening", host=host, port=port)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._stopping.set()
