@@ -54,11 +54,13 @@ def create_app(settings: Settings, stopping: asyncio.Event) -> FastAPI:
 
 
 def serve(
-    host: Annotated[str | None, typer.Option(help="Address to listen on. [default: 127.0.0.1]")] = None,
-    port: Annotated[int | None, typer.Option(help="Port; 0 lets the system choose. [default: 8003]")] = None,
-    ledger: Annotated[Path | None, typer.Option(help="The ledger's file, created where missing.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0 lets the system choose. Default: 8003.")] = None,
+    ledger: Annotated[
+        Path | None, typer.Option(help="The ledger's file, made where missing. Default: below var/.")
+    ] = None,
     idempotency_window_seconds: Annotated[
-        float | None, typer.Option(help="How long a key is remembered. [default: 86400]")
+        float | None, typer.Option(help="How long a key is remembered. Default: 86400.")
     ] = None,
 ) -> None:
     """Run the payment provider sandbox until SIGTERM or Ctrl-C. Each option is also a variable PAYMENT_PROVIDER_…"""
@@ -72,7 +74,9 @@ def serve(
         settings = Settings(**{name: value for name, value in options.items() if value is not None})
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in error.errors())
-        raise _give_up(f"The settings are not valid, so the provider did not start: {wrong}. Correct them.") from error
+        raise _give_up(
+            f"The settings are not valid, so the provider did not start: {wrong}. Correct the option or PAYMENT_PROVIDER_…."
+        ) from error
     log_as_json_lines(settings.log_level)
     try:
         prepare_ledger(settings.ledger)
