@@ -75,7 +75,7 @@ def serve(
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in error.errors())
         raise _give_up(
-            f"The settings are not valid, so the provider did not start: {wrong}. Correct the option or PAYMENT_PROVIDER_…."
+            f"Settings are not valid, so the provider did not start: {wrong}. Correct the option or PAYMENT_PROVIDER_…."
         ) from error
     log_as_json_lines(settings.log_level)
     try:
