@@ -1,0 +1,95 @@
+"""The composition root: everything a process of the order service consists of, built from its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from fastapi import FastAPI
+from shared.inbox.consumer import InboxConsumer, InboxSettings
+from shared.inbox.upkeep import InboxUpkeep
+
+from order_service.api import orders as orders_api
+from order_service.checkout import Checkout
+from order_service.events import ORDER_CONFIRMED_TOPIC
+from order_service.handlers import PaymentHandler
+from order_service.settings import OrderServiceSettings
+from shared.database import Database
+from shared.kafka.topics import TopicSpec
+from shared.lifecycle import Service
+from shared.outbox.append import EventWriter
+from shared.outbox.bootstrap import OutboxSettings, relay_services
+from shared.outbox.log import relay_database
+from shared.outbox.upkeep import BacklogMonitor
+from shared.unit_of_work import UnitsOfWork
+from shared.wakeup import Notifier
+from shared.web import create_app
+
+ROLES = ("api", "relay", "consumer")
+OUTBOX_CHANNEL = "outbox_event"
+
+
+def owned_topics(settings: OrderServiceSettings) -> list[TopicSpec]:
+    """Return the topics that this service writes."""
+    return [
+        TopicSpec(
+            ORDER_CONFIRMED_TOPIC,
+            settings.topic_partitions,
+            settings.topic_replication_factor,
+            settings.topic_min_insync_replicas,
+            settings.topic_retention_days,
+        )
+    ]
+
+
+def build(settings: OrderServiceSettings, roles: Collection[str] = ROLES) -> FastAPI:
+    """Return the application of one process with the given roles. Connects to nothing yet."""
+    database = Database(settings.database("api"))
+    notifier = Notifier(settings.listen_dsn, OUTBOX_CHANNEL)
+    units = UnitsOfWork(database, EventWriter(signal=notifier.signal))
+    services: list[Service] = []
+    other_databases: list[Database] = []
+    if "api" in roles:
+        services += [notifier, BacklogMonitor(database, settings.backlog_degraded_after_seconds)]
+    if "relay" in roles:
+        relay_pool = relay_database(settings.database("relay", pool_size=4))
+        other_databases.append(relay_pool)
+        services += relay_services(relay_pool, _outbox(settings))
+    if "consumer" in roles:
+        services += [_consumer(settings, database, units), InboxUpkeep(database, settings.dedup_window_days)]
+    app = create_app(
+        title="Order service",
+        version="1",
+        database=database,
+        other_databases=other_databases,
+        services=services,
+        state={"checkout": Checkout(units), "consumer_group": settings.consumer_group},
+        max_body_bytes=settings.max_body_bytes,
+    )
+    if "api" in roles:
+        app.include_router(orders_api.router)
+    return app
+
+
+def _outbox(settings: OrderServiceSettings) -> OutboxSettings:
+    return OutboxSettings(
+        listen_dsn=settings.listen_dsn,
+        channel=OUTBOX_CHANNEL,
+        kafka=settings.kafka("relay"),
+        lease_seconds=settings.relay_lease_seconds,
+        poll_seconds=settings.relay_poll_seconds,
+        delivery_deadline_seconds=settings.relay_delivery_deadline_seconds,
+        retention_hours=settings.outbox_retention_hours,
+        backlog_degraded_after_seconds=settings.backlog_degraded_after_seconds,
+    )
+
+
+def _consumer(settings: OrderServiceSettings, database: Database, units: UnitsOfWork) -> InboxConsumer:
+    inbox = InboxSettings(
+        group=settings.consumer_group,
+        instance_id=settings.consumer_instance_id,
+        session_timeout_seconds=settings.consumer_session_timeout_seconds,
+        dedup_window_days=settings.dedup_window_days,
+    )
+    return InboxConsumer(
+        settings=inbox, kafka=settings.kafka("consumer"), database=database, units=units, handler=PaymentHandler()
+    )

@@ -1,0 +1,48 @@
+"""The services of a relay role, built from a handful of settings; both services use it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from shared.database import Database
+from shared.kafka.settings import KafkaSettings
+from shared.lifecycle import Service
+from shared.outbox.leases import BucketLeases
+from shared.outbox.publisher import PublisherSettings
+from shared.outbox.relay import LeaseKeeper, Relay
+from shared.outbox.upkeep import BacklogMonitor, OutboxKeeper
+from shared.wakeup import Listener
+
+
+@dataclass(frozen=True, slots=True)
+class OutboxSettings:
+    """What a relay process needs."""
+
+    listen_dsn: str
+    channel: str
+    kafka: KafkaSettings
+    lease_seconds: float
+    poll_seconds: float
+    delivery_deadline_seconds: float
+    retention_hours: float
+    backlog_degraded_after_seconds: float
+
+
+def relay_services(database: Database, settings: OutboxSettings) -> list[Service]:
+    """Return the services of a relay: leases, publishing, wake-up calls, backlog and cleaning.
+
+    `database` comes from `log.relay_database`, whose sessions plan as the relay needs it; the caller closes it.
+    """
+    wakeup = asyncio.Event()
+    leases = BucketLeases(database, settings.lease_seconds)
+    publishing = PublisherSettings(
+        poll_seconds=settings.poll_seconds, delivery_deadline_seconds=settings.delivery_deadline_seconds
+    )
+    return [
+        LeaseKeeper(leases, wakeup),
+        Relay(database, settings.kafka, leases, wakeup, publishing),
+        Listener(settings.listen_dsn, {settings.channel: wakeup.set}),
+        BacklogMonitor(database, settings.backlog_degraded_after_seconds),
+        OutboxKeeper(database, settings.retention_hours),
+    ]

@@ -1,0 +1,183 @@
+"""Reading the outbox as a log, and writing how far each bucket was published. Every query of the relay's hot path.
+
+Inside a bucket, position order is commit order (the insert trigger draws it under the bucket's lock), so reading
+`position > cursor` can never skip an event that commits late (field report F1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from shared.database import Database, DatabaseSettings
+
+# A plan cached while the log was empty stays a sequential scan after a burst, and sorts what the index has in order
+# (field report F8). The relay's queries have one good plan each.
+PLANNER_SWITCHES = {"enable_seqscan": "off", "enable_bitmapscan": "off", "enable_sort": "off"}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEvent:
+    """A row of the log."""
+
+    bucket: int
+    position: int
+    event_id: UUID
+    topic: str
+    key: bytes
+    event_type: str
+    payload: bytes
+    headers: Mapping[str, str]
+    created_at: datetime
+
+    @property
+    def size_bytes(self) -> int:
+        """Roughly what the event occupies in memory and on the wire."""
+        return len(self.payload) + len(self.key) + 200
+
+
+def relay_database(settings: DatabaseSettings) -> Database:
+    """Return a database whose sessions plan as the relay needs it."""
+    return Database(replace(settings, session_settings={**settings.session_settings, **PLANNER_SWITCHES}))
+
+
+class OutboxLog:
+    """The log of one database. Statements run in autocommit: each is one round trip and one transaction."""
+
+    def __init__(self, database: Database) -> None:
+        self._engine = database.engine.execution_options(isolation_level="AUTOCOMMIT")
+
+    def connect(self) -> AbstractAsyncContextManager[AsyncConnection]:
+        """Return a connection in autocommit."""
+        return self._engine.connect()
+
+    async def read(
+        self, connection: AsyncConnection, cursors: Mapping[int, int], rows_per_bucket: int, row_limit: int
+    ) -> Sequence[StoredEvent]:
+        """Return the next events of each bucket behind its cursor, in order inside a bucket."""
+        parameters = {
+            "buckets": list(cursors),
+            "cursors": list(cursors.values()),
+            "rows": rows_per_bucket,
+            "row_limit": row_limit,
+        }
+        rows = await connection.execute(_READ, parameters)
+        return [StoredEvent(*row) for row in rows]
+
+    async def write_progress(
+        self, connection: AsyncConnection, owner: UUID, published: Sequence[tuple[int, int, int]]
+    ) -> set[int]:
+        """Record `(bucket, lease epoch, position)` of events that the broker acknowledged; return the buckets recorded.
+
+        One statement, fenced: a bucket whose lease row no longer has this owner and epoch is left out, and its new
+        owner publishes again from the last recorded position (field report F5).
+        """
+        buckets, epochs, positions = zip(*sorted(published), strict=True)
+        rows = await connection.execute(
+            _WRITE_PROGRESS,
+            {"owner": owner, "buckets": list(buckets), "epochs": list(epochs), "positions": list(positions)},
+        )
+        return set(rows.scalars())
+
+
+_READ = text("""
+    SELECT c.bucket, e.position, e.event_id, e.topic, e.key, e.event_type, e.payload, e.headers, e.created_at
+    FROM unnest(CAST(:buckets AS smallint[]), CAST(:cursors AS bigint[])) AS c (bucket, position)
+    CROSS JOIN LATERAL (
+        SELECT * FROM outbox_event
+        WHERE outbox_event.bucket = c.bucket AND outbox_event.position > c.position
+        ORDER BY outbox_event.position
+        LIMIT :rows
+    ) AS e
+    LIMIT :row_limit
+""")
+
+_WRITE_PROGRESS = text("""
+    WITH published AS (
+        SELECT * FROM unnest(CAST(:buckets AS smallint[]), CAST(:epochs AS bigint[]), CAST(:positions AS bigint[]))
+                      AS p (bucket, epoch, position)
+    ), owned AS (
+        SELECT b.bucket FROM outbox_bucket b JOIN published p ON p.bucket = b.bucket
+        WHERE b.lease_owner = :owner AND b.lease_epoch = p.epoch
+        ORDER BY b.bucket FOR SHARE OF b
+    ), written AS (
+        INSERT INTO outbox_progress (bucket, position)
+        SELECT p.bucket, p.position FROM published p JOIN owned USING (bucket)
+        ON CONFLICT (bucket, position) DO NOTHING
+    )
+    SELECT bucket FROM owned
+""")
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """What waits in the outbox. `events` is exact up to `CAP` and means "at least" there."""
+
+    events: int
+    oldest_age_seconds: float
+
+    CAP = 10_000
+
+
+async def measure_backlog(connection: AsyncConnection) -> Backlog:
+    """Count the unpublished events, cheaply: by index, at most `Backlog.CAP` of them (field report F40)."""
+    row = (await connection.execute(_BACKLOG, {"cap": Backlog.CAP})).one()
+    return Backlog(row.events, max(0.0, float(row.oldest_age_seconds or 0.0)))
+
+
+_BACKLOG = text("""
+    SELECT count(*) AS events, extract(epoch FROM clock_timestamp() - min(created_at)) AS oldest_age_seconds
+    FROM (
+        SELECT e.created_at
+        FROM outbox_bucket b
+        CROSS JOIN LATERAL (
+            SELECT coalesce(max(position), 0) AS position FROM outbox_progress WHERE bucket = b.bucket
+        ) AS cursor
+        CROSS JOIN LATERAL (
+            SELECT created_at FROM outbox_event
+            WHERE bucket = b.bucket AND position > cursor.position ORDER BY position LIMIT :cap
+        ) AS e
+        LIMIT :cap
+    ) AS waiting
+""")
+
+
+async def refusal(connection: AsyncConnection) -> str | None:
+    """Return why no relay may run on this database, with what to do about it; None when all is well.
+
+    Field report F52: a restored or logically replicated database may have its sequence below a cursor, and new events
+    would then be drawn positions that every relay has passed.
+    """
+    row = (await connection.execute(_CHECKS)).one()
+    problems: dict[str, Any] = {
+        (
+            f"the sequence outbox_event_position stands at {row.last_value}, below the published position {row.cursor}, "
+            "so new events would never be sent. The database was restored or copied without its sequences; "
+            f"run SELECT setval('outbox_event_position', {row.cursor}) and start again."
+        ): row.last_value < row.cursor,
+        (
+            f"the sequence outbox_event_position has CACHE {row.cache_size}: positions are then not in commit order "
+            "and events get lost. Run ALTER SEQUENCE outbox_event_position CACHE 1."
+        ): row.cache_size != 1,
+        (
+            "synchronous_commit is off for this role or database: a crash may forget orders whose events were sent. "
+            "Set it to on."
+        ): row.synchronous_commit == "off",
+    }
+    return next((message for message, found in problems.items() if found), None)
+
+
+_CHECKS = text("""
+    SELECT s.last_value, q.seqcache AS cache_size, current_setting('synchronous_commit') AS synchronous_commit,
+           coalesce((SELECT max(p.position) FROM outbox_bucket b CROSS JOIN LATERAL (
+               SELECT max(position) AS position FROM outbox_progress WHERE bucket = b.bucket) AS p), 0) AS cursor
+    FROM outbox_event_position s, pg_sequence q
+    WHERE q.seqrelid = 'outbox_event_position'::regclass
+""")

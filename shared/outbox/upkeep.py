@@ -1,0 +1,111 @@
+"""Watching the backlog, and cleaning what has been published for longer than the retention."""
+
+from __future__ import annotations
+
+import structlog
+from prometheus_client import Counter, Gauge
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from shared.database import Database
+from shared.lifecycle import READY, Readiness, State
+from shared.outbox.log import Backlog, OutboxLog, measure_backlog
+from shared.schedule import PeriodicService
+
+log = structlog.get_logger(__name__)
+
+UNPUBLISHED = Gauge(
+    "outbox_unpublished_events", f"Events waiting in the outbox; {Backlog.CAP} means at least that many."
+)
+OLDEST_AGE = Gauge("outbox_oldest_unpublished_age_seconds", "Age of the oldest event that waits in the outbox.")
+DELETED = Counter("outbox_deleted_rows", "Published rows removed after the retention.", ["table"])
+
+# 0x4B454550 is "KEEP".
+_KEEPER_LOCK = 0x4B454550
+
+
+class BacklogMonitor(PeriodicService):
+    """Measures what waits in the outbox; degraded, with the reason, while events do not leave."""
+
+    name = "outbox-backlog"
+
+    def __init__(self, database: Database, degraded_after_seconds: float, interval_seconds: float = 2.0) -> None:
+        super().__init__(interval_seconds)
+        self._outbox = OutboxLog(database)
+        self._degraded_after_seconds = degraded_after_seconds
+
+    async def do(self) -> None:
+        async with self._outbox.connect() as connection:
+            backlog = await measure_backlog(connection)
+        UNPUBLISHED.set(backlog.events)
+        OLDEST_AGE.set(backlog.oldest_age_seconds)
+        self.readiness = READY
+        if backlog.oldest_age_seconds > self._degraded_after_seconds:
+            count = f"{backlog.events}{'+' if backlog.events >= Backlog.CAP else ''}"
+            self.readiness = Readiness(
+                State.DEGRADED,
+                f"events do not leave the outbox: {count} wait, the oldest for {backlog.oldest_age_seconds:.0f} s. "
+                "Orders are accepted and nothing is lost; look at the relay and at Kafka.",
+            )
+
+
+class OutboxKeeper(PeriodicService):
+    """Deletes published rows older than the retention: one keeper at a time, in small chunks behind the cursor (F7)."""
+
+    name = "outbox-keeper"
+
+    def __init__(self, database: Database, retention_hours: float, interval_seconds: float = 60.0) -> None:
+        super().__init__(interval_seconds)
+        self._database = database
+        self._retention_hours = retention_hours
+
+    async def do(self) -> None:
+        deleted = 1
+        while deleted and not self.stopping.is_set():
+            async with self._database.engine.begin() as connection:
+                if not (await connection.execute(_TRY_KEEPER, {"key": _KEEPER_LOCK})).scalar_one():
+                    break
+                deleted = await self._clean_chunk(connection)
+        self.readiness = READY
+
+    async def _clean_chunk(self, connection: AsyncConnection) -> int:
+        deleted = 0
+        for table, statement in (("outbox_event", _CLEAN_EVENTS), ("outbox_progress", _CLEAN_PROGRESS)):
+            result = await connection.execute(statement, {"hours": self._retention_hours})
+            DELETED.labels(table).inc(result.rowcount)
+            deleted += result.rowcount
+        return deleted
+
+
+_TRY_KEEPER = text("SELECT pg_try_advisory_xact_lock(:key)")
+
+# At most 50 rows a bucket and statement, from the old end. A row above its bucket's cursor is unpublished and stays.
+_CLEAN_EVENTS = text("""
+    DELETE FROM outbox_event e USING (
+        SELECT old.bucket, old.position
+        FROM outbox_bucket b
+        CROSS JOIN LATERAL (SELECT max(position) AS position FROM outbox_progress WHERE bucket = b.bucket) AS cursor
+        CROSS JOIN LATERAL (
+            SELECT bucket, position, created_at FROM outbox_event
+            WHERE bucket = b.bucket AND position <= cursor.position ORDER BY position LIMIT 50
+        ) AS old
+        WHERE old.created_at < clock_timestamp() - make_interval(secs => :hours * 3600)
+          AND NOT EXISTS (SELECT FROM outbox_parked k WHERE k.bucket = old.bucket AND k.position = old.position)
+    ) AS chunk
+    WHERE e.bucket = chunk.bucket AND e.position = chunk.position
+""")
+
+# The cursor of a bucket is max(position): the newest row always stays.
+_CLEAN_PROGRESS = text("""
+    DELETE FROM outbox_progress p USING (
+        SELECT old.bucket, old.position
+        FROM outbox_bucket b
+        CROSS JOIN LATERAL (SELECT max(position) AS position FROM outbox_progress WHERE bucket = b.bucket) AS cursor
+        CROSS JOIN LATERAL (
+            SELECT bucket, position, published_at FROM outbox_progress
+            WHERE bucket = b.bucket AND position < cursor.position ORDER BY position LIMIT 50
+        ) AS old
+        WHERE old.published_at < clock_timestamp() - make_interval(secs => :hours * 3600)
+    ) AS chunk
+    WHERE p.bucket = chunk.bucket AND p.position = chunk.position
+""")
