@@ -17,11 +17,15 @@ from shared.outbox.append import EventWriter, OutgoingEvent
 
 
 class UnitOfWork:
-    """A transaction in progress: its session, the events it will publish, and what to do once it is committed."""
+    """A transaction in progress: its session, the events it will publish, and what to do around its commit.
+
+    `before_commit` runs when the events are appended and nothing but COMMIT is left; `after_commit` when it is done.
+    """
 
     def __init__(self, session: AsyncSession, writer: EventWriter | None) -> None:
         self.session = session
         self.events: list[OutgoingEvent] = []
+        self.before_commit: list[Callable[[], None]] = []
         self.after_commit: list[Callable[[], None]] = []
         self._writer = writer
 
@@ -56,6 +60,8 @@ class UnitsOfWork:
             if work.events and self._writer is not None:
                 await self._writer.append(session, work.events)
                 failpoints.hit("O2")
+            for callback in work.before_commit:
+                callback()
         if work.events and self._writer is not None:
             self._writer.signal()
         for callback in work.after_commit:

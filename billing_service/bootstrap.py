@@ -1,0 +1,134 @@
+"""The composition root: everything a process of the billing service consists of, built from its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import AbstractAsyncContextManager
+
+from fastapi import FastAPI
+
+from billing_service import metrics
+from billing_service.api import charges as charges_api
+from billing_service.breaker import CircuitBreaker
+from billing_service.events import PAYMENT_TOPIC
+from billing_service.executor import CHANNEL as CHARGE_CHANNEL
+from billing_service.executor import ChargeExecutor
+from billing_service.gateway import HttpPaymentGateway
+from billing_service.handlers import OrderConfirmedHandler
+from billing_service.metrics import ChargeMonitor
+from billing_service.settings import BillingServiceSettings
+from shared.database import Database
+from shared.inbox.consumer import InboxConsumer, InboxSettings
+from shared.inbox.upkeep import InboxUpkeep
+from shared.kafka.topics import TopicSpec
+from shared.lifecycle import Service
+from shared.outbox.append import EventWriter
+from shared.outbox.bootstrap import OutboxSettings, relay_services
+from shared.outbox.upkeep import BacklogMonitor
+from shared.unit_of_work import UnitsOfWork
+from shared.wakeup import Listener, Notifier
+from shared.web import create_app
+
+ROLES = ("api", "consumer", "executor", "relay")
+OUTBOX_CHANNEL = "outbox_event"
+
+
+def owned_topics(settings: BillingServiceSettings) -> list[TopicSpec]:
+    """Return the topics that this service writes."""
+    return [
+        TopicSpec(
+            PAYMENT_TOPIC,
+            settings.topic_partitions,
+            settings.topic_replication_factor,
+            settings.topic_min_insync_replicas,
+            settings.topic_retention_days,
+        )
+    ]
+
+
+def build(settings: BillingServiceSettings, roles: Collection[str] = ROLES) -> FastAPI:
+    """Return the application of one process with the given roles. Connects to nothing yet."""
+    database = Database(settings.database("+".join(roles)))
+    services: list[Service] = []
+    resources: list[AbstractAsyncContextManager[object]] = []
+    if "api" in roles:
+        services += [ChargeMonitor(database), BacklogMonitor(database, settings.backlog_degraded_after_seconds)]
+    if "relay" in roles:
+        services += relay_services(_outbox(settings))
+    if "consumer" in roles:
+        services += _consumer(settings, database)
+    if "executor" in roles:
+        gateway = _gateway(settings)
+        resources.append(gateway)
+        services += _executor(settings, database, gateway)
+    app = create_app(
+        title="Billing service",
+        version="1",
+        database=database,
+        services=services,
+        resources=resources,
+        state={"consumer_group": settings.consumer_group},
+        max_body_bytes=settings.max_body_bytes,
+    )
+    if "api" in roles:
+        app.include_router(charges_api.router)
+    return app
+
+
+def _outbox(settings: BillingServiceSettings) -> OutboxSettings:
+    return OutboxSettings(
+        database=settings.database("relay", pool_size=4),
+        listen_dsn=settings.listen_dsn,
+        channel=OUTBOX_CHANNEL,
+        kafka=settings.kafka("relay"),
+        lease_seconds=settings.relay_lease_seconds,
+        poll_seconds=settings.relay_poll_seconds,
+        delivery_deadline_seconds=settings.relay_delivery_deadline_seconds,
+        retention_hours=settings.outbox_retention_hours,
+        backlog_degraded_after_seconds=settings.backlog_degraded_after_seconds,
+    )
+
+
+def _consumer(settings: BillingServiceSettings, database: Database) -> list[Service]:
+    """Order events become charges; the executor is woken after each commit."""
+    notifier = Notifier(settings.listen_dsn, CHARGE_CHANNEL)
+    inbox = InboxSettings(
+        group=settings.consumer_group,
+        instance_id=settings.consumer_instance_id,
+        session_timeout_seconds=settings.consumer_session_timeout_seconds,
+        dedup_window_days=settings.dedup_window_days,
+    )
+    consumer = InboxConsumer(
+        settings=inbox,
+        kafka=settings.kafka("consumer"),
+        database=database,
+        units=UnitsOfWork(database),
+        handler=OrderConfirmedHandler(notifier.signal),
+    )
+    return [notifier, consumer, InboxUpkeep(database, settings.dedup_window_days)]
+
+
+def _executor(settings: BillingServiceSettings, database: Database, gateway: HttpPaymentGateway) -> list[Service]:
+    """Charges become payments, and their results events; the relay is woken after each commit."""
+    notifier = Notifier(settings.listen_dsn, OUTBOX_CHANNEL)
+    executor = ChargeExecutor(
+        UnitsOfWork(database, EventWriter(signal=notifier.signal)),
+        gateway,
+        settings.executor(),
+        CircuitBreaker(
+            settings.executor_calls_at_once,
+            settings.breaker_failures,
+            most_pause_seconds=settings.breaker_most_pause_seconds,
+        ),
+    )
+    listener = Listener(settings.listen_dsn, {CHARGE_CHANNEL: executor.wake})
+    return [notifier, executor, listener]
+
+
+def _gateway(settings: BillingServiceSettings) -> HttpPaymentGateway:
+    return HttpPaymentGateway(
+        str(settings.payment_provider_url),
+        api_key=settings.payment_provider_api_key,
+        connections=settings.executor_calls_at_once,
+        observe=metrics.observe_call,
+    )

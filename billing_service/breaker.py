@@ -1,0 +1,121 @@
+"""When to call the provider at all, and how many calls at once: a circuit breaker with an adaptive limit."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable
+from typing import assert_never
+
+from billing_service.charge import (
+    Aborted,
+    AnswerContradicts,
+    Captured,
+    Declined,
+    Forbidden,
+    KeyReused,
+    Outcome,
+    RequestRefused,
+    SlowDown,
+    StillRunning,
+    Unknown,
+)
+from shared.lifecycle import Backoff
+
+
+class BreakerState(enum.StrEnum):
+    """Closed calls, open does not, half-open calls once to see."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+class CircuitBreaker:
+    """Opens after a run of failures, or at once when the provider does not know us; then tries one call at a time.
+
+    "Slow down" (429) halves the number of calls at once and pauses new ones; each answer raises it by one again.
+    """
+
+    def __init__(
+        self,
+        calls_at_once: int,
+        failures_to_open: int = 10,
+        first_pause_seconds: float = 1.0,
+        most_pause_seconds: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._calls_at_once = calls_at_once
+        self._failures_to_open = failures_to_open
+        self._backoff = Backoff(first_pause_seconds, most_pause_seconds)
+        self._clock = clock
+        self._limit = calls_at_once
+        self._failures = 0
+        self._open = False
+        self._paused_until = 0.0
+        self._probing = False
+        self.reason = ""
+
+    @property
+    def state(self) -> BreakerState:
+        """Where the breaker stands now."""
+        if not self._open:
+            return BreakerState.CLOSED
+        return BreakerState.OPEN if self.seconds_until_allowed() > 0 else BreakerState.HALF_OPEN
+
+    def seconds_until_allowed(self) -> float:
+        """Return how long no call may begin, 0 when one may."""
+        return max(0.0, self._paused_until - self._clock())
+
+    def allowance(self, in_flight: int) -> int:
+        """Return how many calls may begin now."""
+        if self.seconds_until_allowed() > 0:
+            return 0
+        if self._open:
+            return 0 if self._probing else 1
+        return max(0, self._limit - in_flight)
+
+    def begin(self) -> bool:
+        """Note that a call begins; return whether it is the probe of a half-open breaker, to be told to `record`."""
+        if self._open:
+            self._probing = True
+        return self._open
+
+    def record(self, outcome: Outcome, *, probe: bool = False) -> None:
+        """Learn from a call's end."""
+        if probe:
+            self._probing = False
+        match outcome:
+            case Captured() | Declined() | KeyReused() | RequestRefused() | AnswerContradicts():
+                self._answered()
+            case Unknown(why):
+                self._failed(f"the last {self._failures + 1} calls failed ({why})", probe=probe)
+            case Forbidden(status):
+                self._failed(f"the provider answers {status}; check its address and the API key", probe=probe, now=True)
+            case SlowDown(retry_after):
+                self._limit = max(1, self._limit // 2)
+                self._pause(1.0 if retry_after is None else retry_after)
+            case StillRunning() | Aborted():
+                pass
+            case _:
+                assert_never(outcome)
+
+    def _answered(self) -> None:
+        self._open = False
+        self._failures = 0
+        self._backoff.reset()
+        self._limit = min(self._calls_at_once, self._limit + 1)
+        self.reason = ""
+
+    def _failed(self, reason: str, *, probe: bool, now: bool = False) -> None:
+        """Count a failure. While open, only the probe's counts: calls from before tell nothing new."""
+        self._failures += 1
+        if self._open and not probe:
+            return
+        if probe or now or self._failures >= self._failures_to_open:
+            self._open = True
+            self.reason = reason
+            self._pause(self._backoff.next_seconds())
+
+    def _pause(self, seconds: float) -> None:
+        self._paused_until = max(self._paused_until, self._clock() + seconds)
