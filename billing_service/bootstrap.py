@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import AbstractAsyncContextManager
 
 from fastapi import FastAPI
 
@@ -24,7 +23,7 @@ from shared.kafka.topics import TopicSpec
 from shared.lifecycle import Service
 from shared.outbox.append import EventWriter
 from shared.outbox.bootstrap import OutboxSettings, relay_services
-from shared.outbox.upkeep import BacklogMonitor
+from shared.outbox.log import relay_database
 from shared.unit_of_work import UnitsOfWork
 from shared.wakeup import Listener, Notifier
 from shared.web import create_app
@@ -50,23 +49,23 @@ def build(settings: BillingServiceSettings, roles: Collection[str] = ROLES) -> F
     """Return the application of one process with the given roles. Connects to nothing yet."""
     database = Database(settings.database("+".join(roles)))
     services: list[Service] = []
-    resources: list[AbstractAsyncContextManager[object]] = []
+    other_databases: list[Database] = []
     if "api" in roles:
-        services += [ChargeMonitor(database), BacklogMonitor(database, settings.backlog_degraded_after_seconds)]
+        services.append(ChargeMonitor(database))
     if "relay" in roles:
-        services += relay_services(_outbox(settings))
+        relay_pool = relay_database(settings.database("relay", pool_size=4))
+        other_databases.append(relay_pool)
+        services += relay_services(relay_pool, _outbox(settings))
     if "consumer" in roles:
         services += _consumer(settings, database)
     if "executor" in roles:
-        gateway = _gateway(settings)
-        resources.append(gateway)
-        services += _executor(settings, database, gateway)
+        services += _executor(settings, database)
     app = create_app(
         title="Billing service",
         version="1",
         database=database,
+        other_databases=other_databases,
         services=services,
-        resources=resources,
         state={"consumer_group": settings.consumer_group},
         max_body_bytes=settings.max_body_bytes,
     )
@@ -77,7 +76,6 @@ def build(settings: BillingServiceSettings, roles: Collection[str] = ROLES) -> F
 
 def _outbox(settings: BillingServiceSettings) -> OutboxSettings:
     return OutboxSettings(
-        database=settings.database("relay", pool_size=4),
         listen_dsn=settings.listen_dsn,
         channel=OUTBOX_CHANNEL,
         kafka=settings.kafka("relay"),
@@ -92,6 +90,7 @@ def _outbox(settings: BillingServiceSettings) -> OutboxSettings:
 def _consumer(settings: BillingServiceSettings, database: Database) -> list[Service]:
     """Order events become charges; the executor is woken after each commit."""
     notifier = Notifier(settings.listen_dsn, CHARGE_CHANNEL)
+    notifier.name = "charge-notifier"
     inbox = InboxSettings(
         group=settings.consumer_group,
         instance_id=settings.consumer_instance_id,
@@ -108,12 +107,13 @@ def _consumer(settings: BillingServiceSettings, database: Database) -> list[Serv
     return [notifier, consumer, InboxUpkeep(database, settings.dedup_window_days)]
 
 
-def _executor(settings: BillingServiceSettings, database: Database, gateway: HttpPaymentGateway) -> list[Service]:
+def _executor(settings: BillingServiceSettings, database: Database) -> list[Service]:
     """Charges become payments, and their results events; the relay is woken after each commit."""
     notifier = Notifier(settings.listen_dsn, OUTBOX_CHANNEL)
+    notifier.name = "outbox-notifier"
     executor = ChargeExecutor(
         UnitsOfWork(database, EventWriter(signal=notifier.signal)),
-        gateway,
+        _gateway(settings),
         settings.executor(),
         CircuitBreaker(
             settings.executor_calls_at_once,
@@ -122,6 +122,7 @@ def _executor(settings: BillingServiceSettings, database: Database, gateway: Htt
         ),
     )
     listener = Listener(settings.listen_dsn, {CHARGE_CHANNEL: executor.wake})
+    listener.name = "charge-listener"
     return [notifier, executor, listener]
 
 

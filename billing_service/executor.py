@@ -122,6 +122,7 @@ class ChargeExecutor(BackgroundService):
 
     async def start(self) -> None:
         self._outside_of_spans = contextvars.copy_context()
+        await self._gateway.open()
         await super().start()
 
     async def stop(self) -> None:
@@ -136,6 +137,7 @@ class ChargeExecutor(BackgroundService):
             if unrecorded:
                 log.warning("executor.answers_not_recorded", charges=len(unrecorded), meaning="their leases end alone")
             await _cancelled([*unrecorded, *([self._recorder] if self._recorder else [])])
+        await self._gateway.close()
 
     async def run(self) -> None:
         """Claim whenever a call may begin; wait for a wake-up, an ended call or the poll."""

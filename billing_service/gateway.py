@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 from email.utils import parsedate_to_datetime
-from types import TracebackType
-from typing import Annotated, Any, Literal, Protocol, Self
+from typing import Annotated, Any, Literal, Protocol
 
 import aiohttp
 from aiohttp.abc import AbstractStreamWriter
@@ -63,14 +62,20 @@ class ProviderPayment(BaseModel):
 
 
 class PaymentGateway(Protocol):
-    """What the executor needs of a provider."""
+    """What the executor needs of a provider. It is open while the executor runs."""
+
+    async def open(self) -> None:
+        """Make ready for calls; connects to nothing yet."""
+
+    async def close(self) -> None:
+        """Give up every connection."""
 
     async def charge(self, claimed: ClaimedCharge, deadline_seconds: float) -> Outcome:
         """Ask for the payment with the charge's bytes and key; return within the deadline."""
 
 
 class HttpPaymentGateway:
-    """Calls the provider over HTTP/1.1. An async context manager: its connections live inside the block.
+    """Calls the provider over HTTP/1.1, with kept connections between `open` and `close`.
 
     `observe` is told each call's outcome (a class name of `charge.Outcome`) and its seconds.
     """
@@ -89,7 +94,7 @@ class HttpPaymentGateway:
         self._observe = observe
         self._session: aiohttp.ClientSession | None = None
 
-    async def __aenter__(self) -> Self:
+    async def open(self) -> None:
         headers = {"User-Agent": "chargeonce-billing"}
         if self._api_key is not None:
             headers["Authorization"] = f"Bearer {self._api_key.get_secret_value()}"
@@ -98,11 +103,8 @@ class HttpPaymentGateway:
             connector=aiohttp.TCPConnector(limit=self._connections),
             cookie_jar=aiohttp.DummyCookieJar(),
         )
-        return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -153,7 +155,7 @@ class HttpPaymentGateway:
     @property
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            raise RuntimeError("the gateway is closed; use it inside `async with`")
+            raise RuntimeError("the gateway is closed; open it first")
         return self._session
 
 

@@ -7,7 +7,8 @@ from prometheus_client import Counter, Gauge, Histogram
 from billing_service import repository
 from billing_service.breaker import BreakerState
 from shared.database import Database
-from shared.lifecycle import READY, BackgroundService
+from shared.lifecycle import READY
+from shared.schedule import PeriodicService
 from shared.telemetry import LATENCY_BUCKETS
 
 ATTEMPTS = Counter("billing_charge_attempts", "Calls of the provider by outcome.", ["outcome"])
@@ -37,23 +38,19 @@ def observe_call(outcome: str, seconds: float) -> None:
     PROVIDER_SECONDS.labels(outcome).observe(seconds)
 
 
-class ChargeMonitor(BackgroundService):
+class ChargeMonitor(PeriodicService):
     """Reads the backlog of charges every few seconds, at a bounded cost."""
 
     name = "charge-monitor"
 
     def __init__(self, database: Database, interval_seconds: float = 5.0) -> None:
-        super().__init__()
+        super().__init__(interval_seconds)
         self._database = database
-        self._interval_seconds = interval_seconds
 
-    async def run(self) -> None:
-        while not self.stopping.is_set():
-            async with self._database.session() as session:
-                found = await repository.unfinished(session)
-            for backlog in found:
-                UNFINISHED.labels(backlog.state).set(backlog.charges)
-                OLDEST_SECONDS.labels(backlog.state).set(backlog.oldest_seconds)
-            self.readiness = READY
-            self.backoff.reset()
-            await self.pause(self._interval_seconds)
+    async def do(self) -> None:
+        async with self._database.session() as session:
+            found = await repository.unfinished(session)
+        for backlog in found:
+            UNFINISHED.labels(backlog.state).set(backlog.charges)
+            OLDEST_SECONDS.labels(backlog.state).set(backlog.oldest_seconds)
+        self.readiness = READY
