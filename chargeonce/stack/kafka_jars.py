@@ -1,12 +1,9 @@
 """The jars of Apache Kafka: pinned in kafka.lock.toml, fetched once, checked at every use, kept outside the clone."""
 
-import contextlib
-import fcntl
 import hashlib
 import os
 import shutil
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +11,14 @@ from pathlib import Path
 from jgo.env import LockFile
 from jgo.maven import MavenContext
 
-from chargeonce.stack.processes import StackError
+from chargeonce.stack.errors import StackError
+from chargeonce.stack.files import exclusive
 
 LOCK_PATH = Path(__file__).with_name("kafka.lock.toml")
 
 _THREADS = 6
 _ATTEMPTS = 3
 _REQUEST_TIMEOUT_SECONDS = 30
-_OTHER_FETCH_DEADLINE_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ def _path_in_repository(entry: object) -> Path:
 def _fetch_once(lock: LockFile, coordinates: list[str], folder: Path) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _exclusive(folder.with_name(f"{folder.name}.lock")):
+        with exclusive(folder.with_name(f"{folder.name}.lock")):
             if lock.verify_checksums(folder):
                 _fetch(lock, coordinates, folder)
     except OSError as error:
@@ -124,19 +121,3 @@ def _download(context: MavenContext, coordinate: str) -> None:
                     "HTTPS_PROXY (and REQUESTS_CA_BUNDLE for a proxy with its own authority), then try again"
                 ) from error
             time.sleep(0.5 * attempt)
-
-
-@contextlib.contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
-    """Hold a lock between processes; it is free again when its holder ends in whatever way."""
-    with path.open("a") as lock:
-        deadline = time.monotonic() + _OTHER_FETCH_DEADLINE_SECONDS
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise StackError(f"another process has held {path} for ten minutes: end it and try again") from None
-                time.sleep(0.1)
-        yield

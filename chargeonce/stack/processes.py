@@ -19,17 +19,7 @@ from typing import IO, TextIO
 
 import psutil
 
-
-class StackError(Exception):
-    """PostgreSQL, Kafka or a child process could not do what was asked; the message says why and what to do."""
-
-
-class PortTakenError(StackError):
-    """Another process listens on a port that was asked for."""
-
-
-class StartFailedError(StackError):
-    """A process ended or stayed silent before it was ready; the message carries the end of its log."""
+from chargeonce.stack.errors import PortTakenError, StackError
 
 
 @dataclass(frozen=True)
@@ -179,29 +169,6 @@ def _holder(port: int) -> str:
     return ""
 
 
-_LARGEST_LOG_BYTES = 16 * 1024 * 1024
-
-
-def open_log(path: Path) -> IO[bytes]:
-    """Open a log to append to it; one that has grown past 16 MiB is set aside as `<name>.1` first."""
-    if path.exists() and path.stat().st_size > _LARGEST_LOG_BYTES:
-        path.replace(path.with_name(f"{path.name}.1"))
-    log = path.open("ab")
-    log.seek(0, os.SEEK_END)
-    return log
-
-
-def last_lines(path: Path, *, start: int = 0, count: int = 15) -> str:
-    """The end of a log file from offset `start` on, indented, for an error message."""
-    try:
-        with path.open("rb") as log:
-            log.seek(max(start, path.stat().st_size - 65536))
-            lines = log.read().decode(errors="replace").splitlines()
-    except OSError:
-        return "  (no log)"
-    return "\n".join(f"  {line}" for line in lines[-count:]) or "  (nothing in the log)"
-
-
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _LONGEST_LINE_BYTES = 65536
 
@@ -345,7 +312,11 @@ class Supervisor:
                 await asyncio.wait_for(child.stopping.wait(), backoff_seconds)
                 return
             backoff_seconds = min(2 * backoff_seconds, self._max_backoff_seconds)
-            child.process = await self._spawn(child.argv, child.env, child.cwd)
+            try:
+                child.process = await self._spawn(child.argv, child.env, child.cwd)
+            except OSError as error:
+                self._log(child.name, f"could not be started: {error}")
+                continue
             if child.stopping.is_set():
                 signal_group(child.process, signal.SIGTERM)
 
