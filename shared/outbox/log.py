@@ -158,7 +158,7 @@ async def refusal(connection: AsyncConnection) -> str | None:
     row = (await connection.execute(_CHECKS)).one()
     problems: dict[str, Any] = {
         (
-            f"the sequence outbox_event_position stands at {row.last_value}, below the published position {row.cursor}, "
+            f"the sequence outbox_event_position stands at {row.last_value}, below the published {row.cursor}, "
             "so new events would never be sent. The database was restored or copied without its sequences; "
             f"run SELECT setval('outbox_event_position', {row.cursor}) and start again."
         ): row.last_value < row.cursor,

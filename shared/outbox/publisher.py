@@ -385,6 +385,6 @@ def partition_count_changed(topic: str, registered: int, found: int) -> str:
     """Return the message of a relay that must not publish to a topic that was repartitioned (field report F18)."""
     return (
         f"topic {topic} has {found} partitions and was registered with {registered}: its keys have moved, and "
-        "publishing now would break their order. Nothing is lost: events wait in the outbox. Let the consumers drain the "
+        "publishing now would break their order. Nothing is lost: events wait in the outbox. Let consumers drain the "
         f"topic, then set partitions to {found} for it in outbox_topic and restart the relays."
     )

@@ -1,0 +1,173 @@
+"""The relay against a real PostgreSQL and a real Kafka: order, loss, leases, wake-ups."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import asyncpg
+import pytest
+
+from chargeonce.stack import KafkaBroker
+from shared.outbox.append import bucket_of
+from shared.wakeup import Notifier
+from tests.support.outbox import OutboxUnderTest, outbox_under_test, scalar, until
+
+
+@pytest.fixture
+async def outbox(database_url: str, kafka: KafkaBroker, unique_name: str) -> AsyncIterator[OutboxUnderTest]:
+    async with outbox_under_test(database_url, kafka.bootstrap_servers, unique_name) as made:
+        yield made
+
+
+async def test_every_event_arrives_once_and_in_order_of_its_key(outbox: OutboxUnderTest) -> None:
+    for number in range(20):
+        await outbox.publish(*(outbox.event(f"order-{key}", number) for key in range(50)))
+    async with outbox.relay():
+        await outbox.drained()
+    assert outbox.check_order(await outbox.arrived()) == 0
+
+
+async def test_a_record_carries_key_headers_payload_and_lies_where_kafkas_own_partitioner_puts_it(
+    outbox: OutboxUnderTest,
+) -> None:
+    from aiokafka.partitioner import DefaultPartitioner
+
+    event = outbox.event("order-7", 0, headers={"traceparent": "00-" + "1" * 32 + "-" + "2" * 16 + "-01"})
+    await outbox.publish(event)
+    async with outbox.relay():
+        await outbox.drained()
+    [record] = await outbox.arrived()
+    assert (record.key, record.value) == (event.key, event.payload)
+    assert dict(record.headers) == {
+        "event_id": str(event.event_id).encode(),
+        "event_type": b"test.happened.v1",
+        "traceparent": event.headers["traceparent"].encode(),
+    }
+    everywhere = list(range(outbox.partitions))
+    assert record.partition == DefaultPartitioner()(event.key, everywhere, everywhere)
+
+
+async def test_events_written_while_the_relay_runs_are_found_by_polling_alone(outbox: OutboxUnderTest) -> None:
+    async with outbox.relay(channel="nobody_notifies"):
+        for number in range(5):
+            await outbox.publish(outbox.event("order-1", number))
+            await outbox.drained()
+    assert outbox.check_order(await outbox.arrived()) == 0
+
+
+async def test_f9_a_notify_after_the_commit_wakes_the_relay_long_before_its_poll(outbox: OutboxUnderTest) -> None:
+    notifier = Notifier(outbox.dsn, "outbox_event")
+    await notifier.start()
+    outbox.units._writer.signal = notifier.signal  # type: ignore[union-attr]
+    async with outbox.relay(poll_seconds=30.0):
+        await until(lambda: notifier.ready().state == "ready")
+        await asyncio.sleep(1.5)  # long enough for the poll to have backed off to its 30 s
+        await outbox.publish(outbox.event("order-1", 0))
+        await outbox.drained(deadline_seconds=5)
+    await notifier.stop()
+    assert len(await outbox.arrived()) == 1
+
+
+async def test_f4_relays_that_join_and_leave_share_the_buckets_and_keep_the_order(outbox: OutboxUnderTest) -> None:
+    numbers = iter(range(10_000))
+
+    async def write() -> None:
+        for _ in range(60):
+            number = next(numbers)
+            await outbox.publish(*(outbox.event(f"order-{key}", number) for key in range(40)))
+
+    async with outbox.relay() as first:
+        writing = asyncio.create_task(write())
+        async with outbox.relay() as second, outbox.relay() as third:
+            await until(lambda: min(len(first.held), len(second.held), len(third.held)) >= 30, what="fair shares")
+            assert set(first.held).isdisjoint(second.held)
+        await until(lambda: len(first.held) == 96, what="the buckets of those that left")
+        await writing
+        await outbox.drained()
+    outbox.check_order(await outbox.arrived())
+
+
+async def test_f5_progress_of_a_stale_epoch_is_not_recorded(outbox: OutboxUnderTest) -> None:
+    from shared.outbox.log import OutboxLog
+
+    await outbox.publish(outbox.event("order-1", 0))
+    async with outbox.relay() as leases:
+        await outbox.drained()
+        log = OutboxLog(outbox.database)
+        bucket, lease = next(iter(leases.held.items()))
+        async with log.connect() as connection:
+            assert await log.write_progress(connection, leases.owner, [(bucket, lease.epoch - 1, 10**9)]) == set()
+            assert await log.write_progress(connection, leases.owner, [(bucket, lease.epoch, 10**9)]) == {bucket}
+
+
+async def test_f3_a_held_snapshot_and_an_open_writer_elsewhere_delay_no_other_key(outbox: OutboxUnderTest) -> None:
+    holder = await asyncpg.connect(outbox.dsn)
+    writer = await asyncpg.connect(outbox.dsn)
+    try:
+        snapshot = holder.transaction(isolation="repeatable_read")
+        await snapshot.start()
+        await holder.fetchval("SELECT count(*) FROM outbox_event")
+        held = writer.transaction()
+        await held.start()
+        await writer.execute(
+            "INSERT INTO outbox_event (event_id, bucket, topic, key, event_type, payload) "
+            "VALUES (gen_random_uuid(), 95, $1, 'held', 't', 'held:0')",
+            outbox.topic,
+        )
+        async with outbox.relay():
+            others = [key for key in (f"order-{number}" for number in range(60)) if bucket_of(key.encode()) != 95][:30]
+            await outbox.publish(*(outbox.event(key, 0) for key in others))
+            await outbox.drained(deadline_seconds=10)
+            await held.commit()
+            outbox.published += 1
+            await outbox.drained(deadline_seconds=10)
+        await snapshot.rollback()
+    finally:
+        await holder.close()
+        await writer.close()
+    arrived = [record for record in await outbox.arrived() if record.key != b"held"]
+    assert len(arrived) == 30
+
+
+async def test_f52_a_sequence_below_the_cursor_is_refused_with_what_to_do(outbox: OutboxUnderTest) -> None:
+    from shared.outbox.log import OutboxLog, refusal
+
+    await outbox.publish(outbox.event("order-1", 0))
+    async with outbox.relay():
+        await outbox.drained()
+    log = OutboxLog(outbox.database)
+    async with log.connect() as connection:
+        assert await refusal(connection) is None
+        await connection.exec_driver_sql("INSERT INTO outbox_progress (bucket, position) VALUES (5, 5000)")
+        assert "setval('outbox_event_position', 5000)" in (await refusal(connection) or "")
+
+
+async def test_f52_a_sequence_with_a_cache_is_refused(outbox: OutboxUnderTest) -> None:
+    from shared.outbox.log import OutboxLog, refusal
+
+    async with OutboxLog(outbox.database).connect() as connection:
+        await connection.exec_driver_sql("ALTER SEQUENCE outbox_event_position CACHE 50")
+        assert "CACHE 1" in (await refusal(connection) or "")
+
+
+async def test_published_rows_past_the_retention_are_deleted_and_the_cursor_stays(outbox: OutboxUnderTest) -> None:
+    from shared.outbox.upkeep import OutboxKeeper
+
+    await outbox.publish(*(outbox.event(f"order-{key}", 0) for key in range(40)))
+    async with outbox.relay():
+        await outbox.drained()
+    await outbox.publish(outbox.event("order-1", 1))
+    cursor = await scalar(outbox.database, "SELECT max(position) FROM outbox_progress")
+    keeper = OutboxKeeper(outbox.database, retention_hours=1e-9)
+    await keeper.do()
+    assert await scalar(outbox.database, "SELECT count(*) FROM outbox_event") == 1, "the unpublished event stays"
+    assert await scalar(outbox.database, "SELECT max(position) FROM outbox_progress") == cursor
+
+
+async def test_an_event_of_an_unregistered_topic_fails_its_transaction(outbox: OutboxUnderTest) -> None:
+    from shared.errors import Refused
+
+    with pytest.raises(Refused, match="not registered"):
+        await outbox.publish(outbox.event("order-1", 0), outbox.event("order-1", 1, topic="nobody.knows"))
+    assert await scalar(outbox.database, "SELECT count(*) FROM outbox_event") == 0

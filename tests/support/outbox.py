@@ -1,0 +1,194 @@
+"""An outbox of its own for a test: database, registered topic, writers, relays, and what arrived in Kafka."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import asyncpg
+from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+from alembic.migration import MigrationContext
+from alembic.operations import Operations
+from sqlalchemy import Connection, text
+
+from shared.database import Database, DatabaseSettings
+from shared.identifiers import new_event_id
+from shared.kafka.settings import KafkaSettings
+from shared.kafka.topics import TopicSpec, ensure_topics
+from shared.lifecycle import running
+from shared.outbox.append import EventWriter, OutgoingEvent
+from shared.outbox.bootstrap import OutboxSettings, relay_services
+from shared.outbox.leases import BucketLeases
+from shared.outbox.log import relay_database
+from shared.outbox.migrations import upgrade_1
+from shared.outbox.topics import register_topics
+from shared.unit_of_work import UnitsOfWork
+
+
+async def until(condition: Callable[[], object], deadline_seconds: float = 30.0, what: str = "the condition") -> None:
+    """Wait for a condition, or fail with its name."""
+    async with asyncio.timeout(deadline_seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+    assert condition(), what
+
+
+def database_settings(url: str, **changes: object) -> DatabaseSettings:
+    """Settings of a test's database."""
+    return DatabaseSettings(url=url, application_name="test", **changes)  # type: ignore[arg-type]
+
+
+@dataclass
+class OutboxUnderTest:
+    """A migrated outbox with one topic."""
+
+    database: Database
+    kafka: KafkaSettings
+    topic: str
+    partitions: int
+    units: UnitsOfWork
+    published: int = 0
+    _databases: list[Database] = field(default_factory=list)
+
+    @property
+    def dsn(self) -> str:
+        return self.database.dsn
+
+    def event(self, key: str, number: int, **changes: object) -> OutgoingEvent:
+        """An event whose payload tells its key and number."""
+        fields: dict[str, object] = {
+            "event_id": new_event_id(),
+            "topic": self.topic,
+            "key": key.encode(),
+            "event_type": "test.happened.v1",
+            "payload": f"{key}:{number}".encode(),
+        }
+        return OutgoingEvent(**{**fields, **changes})  # type: ignore[arg-type]
+
+    async def publish(self, *events: OutgoingEvent) -> None:
+        """Append events in one transaction."""
+        async with self.units.begin() as work:
+            for event in events:
+                work.publish(event)
+        self.published += len(events)
+
+    @asynccontextmanager
+    async def relay(self, **changes: object) -> AsyncIterator[BucketLeases]:
+        """Run a relay in this process; yields its leases."""
+        settings = OutboxSettings(
+            **{
+                "listen_dsn": self.dsn,
+                "channel": "outbox_event",
+                "kafka": self.kafka,
+                "lease_seconds": 3.0,
+                "poll_seconds": 0.1,
+                "delivery_deadline_seconds": 45.0,
+                "retention_hours": 72.0,
+                "backlog_degraded_after_seconds": 30.0,
+                **changes,
+            }  # type: ignore[arg-type]
+        )
+        pool = relay_database(database_settings(self.database.settings.url, pool_size=4))
+        services = relay_services(pool, settings)
+        try:
+            async with running(services):
+                yield services[0]._leases  # type: ignore[attr-defined]
+        finally:
+            await pool.close()
+
+    async def unpublished(self) -> int:
+        """How many events have no recorded progress."""
+        connection = await asyncpg.connect(self.dsn)
+        try:
+            return int(
+                await connection.fetchval(
+                    "SELECT count(*) FROM outbox_event e WHERE position > coalesce("
+                    "(SELECT max(position) FROM outbox_progress p WHERE p.bucket = e.bucket), 0)"
+                )
+            )
+        finally:
+            await connection.close()
+
+    async def drained(self, deadline_seconds: float = 60.0) -> None:
+        """Wait until every event is recorded as published."""
+        async with asyncio.timeout(deadline_seconds):
+            while await self.unpublished():
+                await asyncio.sleep(0.05)
+
+    async def arrived(self) -> list[ConsumerRecord]:
+        """Everything in the topic, in the order of each partition."""
+        return await read_topic(self.kafka.bootstrap_servers, self.topic)
+
+    def check_order(self, records: Sequence[ConsumerRecord]) -> int:
+        """Assert that the first copies of each key's events came in order and none is missing; return the copies."""
+        seen: dict[bytes, list[int]] = {}
+        ids = set()
+        for record in records:
+            event_id = dict(record.headers)["event_id"]
+            if event_id in ids:
+                continue
+            ids.add(event_id)
+            key, _, number = record.value.decode().partition(":")
+            assert key.encode() == record.key
+            seen.setdefault(record.key, []).append(int(number))
+        for key, numbers in seen.items():
+            assert numbers == list(range(len(numbers))), f"{key!r}: {numbers}"
+        assert len(ids) == self.published
+        return len(records) - len(ids)
+
+
+async def read_topic(bootstrap_servers: str, topic: str) -> list[ConsumerRecord]:
+    """Read a topic from its beginning to its present end."""
+    consumer = AIOKafkaConsumer(bootstrap_servers=bootstrap_servers, auto_offset_reset="earliest")
+    await consumer.start()
+    try:
+        while not (partitions := consumer.partitions_for_topic(topic)):
+            await consumer._client.force_metadata_update()
+            await consumer.topics()
+        places = [TopicPartition(topic, partition) for partition in partitions]
+        consumer.assign(places)
+        ends = await consumer.end_offsets(places)
+        records: list[ConsumerRecord] = []
+        while any([await consumer.position(place) < ends[place] for place in places]):
+            for batch in (await consumer.getmany(timeout_ms=200)).values():
+                records.extend(batch)
+        return records
+    finally:
+        await consumer.stop()
+
+
+@asynccontextmanager
+async def outbox_under_test(
+    url: str, bootstrap_servers: str, name: str, partitions: int = 12
+) -> AsyncIterator[OutboxUnderTest]:
+    """Make the outbox in an empty database, and its topic."""
+    database = Database(database_settings(url, pool_size=20))
+    try:
+        await migrate_with(database, upgrade_1)
+        kafka = KafkaSettings(bootstrap_servers, client_id="test", request_timeout_seconds=10)
+        topic = TopicSpec(f"{name}.happened", partitions, 1, 1)
+        await ensure_topics(kafka, [topic])
+        await register_topics(database, [topic])
+        yield OutboxUnderTest(database, kafka, topic.name, partitions, UnitsOfWork(database, EventWriter()))
+    finally:
+        await database.close()
+
+
+async def migrate_with(database: Database, *upgrades: Callable[[Operations], None]) -> None:
+    """Run frozen DDL functions of the kit in an empty database."""
+
+    def run(connection: Connection) -> None:
+        operations = Operations(MigrationContext.configure(connection))
+        for upgrade in upgrades:
+            upgrade(operations)
+
+    async with database.engine.begin() as connection:
+        await connection.run_sync(run)
+
+
+async def scalar(database: Database, statement: str, **parameters: object) -> object:
+    """Return the single value of a query."""
+    async with database.engine.connect() as connection:
+        return (await connection.execute(text(statement), parameters)).scalar_one()
