@@ -5,10 +5,10 @@ Frozen means self-contained: nothing here reads tables.py, which moves on.
 
 from __future__ import annotations
 
-from alembic.operations import Operations
+from shared.ddl import Ddl
 
 
-def upgrade_1(op: Operations) -> None:
+def upgrade_1(op: Ddl) -> None:
     """Create the outbox: the log, its bucket leases, the progress log, parked events and registered topics."""
     op.execute("""
         CREATE TABLE outbox_event (
@@ -117,7 +117,7 @@ def upgrade_1(op: Operations) -> None:
     """)
 
 
-def downgrade_1(op: Operations) -> None:
+def downgrade_1(op: Ddl) -> None:
     """Drop the outbox. Unpublished events are lost with it: drain first."""
     for table in ("outbox_topic", "outbox_parked", "outbox_progress", "outbox_relay", "outbox_bucket", "outbox_event"):
         op.execute(f"DROP TABLE {table}")
