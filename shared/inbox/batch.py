@@ -1,0 +1,340 @@
+"""One batch, one transaction: dedup marks, the handler's effects, dead letters and the tally commit together.
+
+Each record of a batch ends as exactly one of: handled (its mark and effects are new), duplicate (its event was settled
+before), dead (a letter says why), or outside the window (older than any mark that is kept, and given to a handler whose
+own key finds duplicates). R-KFK-IDEM-2 and -3; nothing here knows of offsets (R-KFK-IDEM-X2).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any, Generic
+from uuid import UUID
+
+import structlog
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from shared import failpoints
+from shared.errors import MessageRejected, Refused, Unavailable, is_transient, sqlstate
+from shared.identifiers import lowest_id_at
+from shared.inbox.dead_letters import HANDLER_FAILED, Letter, failure_text, insert_letters
+from shared.inbox.messages import Handler, Incoming, M, M_co, stated_event_id
+from shared.kafka.records import ConsumedRecord, Partition
+from shared.unit_of_work import UnitOfWork, UnitsOfWork
+
+log = structlog.get_logger(__name__)
+
+FUTURE_TOLERANCE = timedelta(days=1)
+"""How far an event id's time may lie ahead of the database's clock. Partitions reach further (upkeep.DAYS_AHEAD)."""
+
+# A table, column, function or right that is missing, or a wrong password: a deployment at fault, never an event.
+_DEPLOYMENT_STATES = frozenset({"42P01", "42703", "42883", "42501", "3D000", "3F000", "28000", "28P01"})
+
+
+@dataclass(frozen=True, slots=True)
+class Readable(Generic[M_co]):
+    """A record and the event that it carries."""
+
+    record: ConsumedRecord
+    event_id: UUID
+    message: M_co
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A record that the handler cannot read, and the event id where its payload states one."""
+
+    record: ConsumedRecord
+    event_id: UUID | None
+    rejection: MessageRejected
+    digest: bytes
+
+
+Received = Readable[M_co] | Unreadable
+
+
+@dataclass(slots=True)
+class Settled:
+    """What became of the records of a batch, by source partition; dead letters also by reason."""
+
+    handled: Counter[Partition] = field(default_factory=Counter)
+    duplicates: Counter[Partition] = field(default_factory=Counter)
+    outside_window: Counter[Partition] = field(default_factory=Counter)
+    dead: Counter[Partition] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Settled) -> None:
+        """Add the counts of another part of the same batch."""
+        for name in ("handled", "duplicates", "outside_window", "dead"):
+            getattr(self, name).update(getattr(other, name))
+        self.reasons.update(other.reasons)
+
+
+def receive(handler: Handler[M], record: ConsumedRecord) -> Received[M]:
+    """Read one record. Whatever is wrong with it is an outcome, never an error."""
+    digest = hashlib.sha256(record.value or b"").digest()
+    try:
+        message = handler.decode(record)
+    except MessageRejected as rejection:
+        return Unreadable(record, stated_event_id(record), rejection, digest)
+    except Exception as error:
+        failed = MessageRejected(HANDLER_FAILED, failure_text(error))
+        return Unreadable(record, stated_event_id(record), failed, digest)
+    return Readable(record, message.event_id, message, digest)
+
+
+def is_events_fault(error: BaseException) -> bool:
+    """Tell whether a failed batch holds an event that causes it, rather than the surroundings being at fault."""
+    return not (is_transient(error) or isinstance(error, Refused) or sqlstate(error) in _DEPLOYMENT_STATES)
+
+
+class BatchSettler(Generic[M]):
+    """Settles batches of one consumer group, each in one transaction."""
+
+    def __init__(self, *, group: str, units: UnitsOfWork, handler: Handler[M], deadline_seconds: float) -> None:
+        self._group = group
+        self._units = units
+        self._handler = handler
+        self._deadline_seconds = deadline_seconds
+
+    async def settle(self, batch: Sequence[Received[M]]) -> Settled:
+        """Settle all records of the batch and commit, or raise what failed with everything rolled back."""
+        deadline = _Deadline(self._deadline_seconds)
+        try:
+            async with self._units.begin() as work:
+                await deadline.watch(work.session)
+                return await self._settle_in(work, batch)
+        finally:
+            deadline.end()
+
+    async def bury(self, received: Received[M], error: Exception) -> Settled:
+        """Dead-letter a record whose handling failed when it was alone. Its mark says `dead`."""
+        rejection = (
+            error if isinstance(error, MessageRejected) else MessageRejected(HANDLER_FAILED, failure_text(error))
+        )
+        dead = Unreadable(received.record, received.event_id, rejection, received.digest)
+        try:
+            return await self.settle([dead])
+        except Exception as refusal:
+            if not is_events_fault(refusal):
+                raise
+            log.exception("inbox.dead_letter_reduced", group=self._group, **_place(received.record))
+        async with self._units.begin() as work:
+            return await self._settle_in(work, [dead], with_contents=False)
+
+    async def _settle_in(
+        self, work: UnitOfWork, batch: Sequence[Received[M]], *, with_contents: bool = True
+    ) -> Settled:
+        session = work.session
+        sorting = _Sorting[M](permanent_key=self._handler.has_permanent_key)
+        sorting.sort(batch, *await _window(session))
+        fresh = await self._insert_marks(session, sorting.marks)
+        if len(fresh) < len(sorting.marks):
+            await self._classify_known(session, sorting, fresh)
+        failpoints.hit("B2")
+        new = [received for received in sorting.marks.values() if received.event_id in fresh]
+        rejected = await self._handle(work, sorting, new)
+        failpoints.hit("B3")
+        await self._flip_marks(session, rejected)
+        settled = sorting.settled
+        written = await insert_letters(session, self._group, sorting.letters, with_contents=with_contents)
+        for letter in sorting.letters:
+            record = letter.record
+            if (record.topic, record.partition, record.offset) in written:
+                settled.dead[record.source] += 1
+                settled.reasons[letter.reason] += 1
+            else:
+                settled.duplicates[record.source] += 1
+        await self._count(session, settled)
+        return settled
+
+    async def _insert_marks(self, session: AsyncSession, marks: dict[UUID, Received[M]]) -> set[UUID]:
+        """Insert the marks, sorted so that two consumers cannot deadlock (F50); return the ids that were new."""
+        if not marks:
+            return set()
+        ids = sorted(marks)
+        rows = await session.execute(
+            _INSERT_MARKS,
+            {
+                "group": self._group,
+                "ids": ids,
+                "digests": [marks[event_id].digest for event_id in ids],
+                "outcomes": ["done" if isinstance(marks[event_id], Readable) else "dead" for event_id in ids],
+            },
+        )
+        return set(rows.scalars())
+
+    async def _classify_known(self, session: AsyncSession, sorting: _Sorting[M], fresh: set[UUID]) -> None:
+        """Tell duplicates from second payloads under a known id (a producer's fault, never handled)."""
+        known = {event_id: received for event_id, received in sorting.marks.items() if event_id not in fresh}
+        rows = await session.execute(_SELECT_DIGESTS, {"group": self._group, "ids": sorted(known)})
+        digests = {event_id: bytes(digest) for event_id, digest in rows}
+        for event_id, received in known.items():
+            if event_id not in digests:
+                # Its partition was dropped between the two statements: the floor has risen, so look again.
+                raise Unavailable("a dedup partition was dropped under this batch")
+            sorting.repeated(received, digests[event_id])
+
+    async def _handle(self, work: UnitOfWork, sorting: _Sorting[M], new: Iterable[Received[M]]) -> list[UUID]:
+        """Give new events to the handler, count its results, and return the ids that it rejected."""
+        settled = sorting.settled
+        readable = {received.event_id: received for received in new if isinstance(received, Readable)}
+        for received in new:
+            if isinstance(received, Unreadable):
+                sorting.letters.append(Letter.rejected(received.record, received.event_id, received.rejection))
+        chosen = {**readable, **sorting.unmarked}
+        if not chosen:
+            return []
+        events = [Incoming(event_id, chosen[event_id].message, chosen[event_id].record) for event_id in sorted(chosen)]
+        rejections = await self._handler.handle(work, events)
+        for event in events:
+            rejection = rejections.get(event.event_id)
+            if rejection is not None:
+                sorting.letters.append(Letter.rejected(event.record, event.event_id, rejection))
+            elif event.event_id in readable:
+                settled.handled[event.record.source] += 1
+            else:
+                settled.outside_window[event.record.source] += 1
+        return sorted(readable.keys() & rejections.keys())
+
+    async def _flip_marks(self, session: AsyncSession, event_ids: Sequence[UUID]) -> None:
+        if event_ids:
+            await session.execute(_FLIP_MARKS, {"group": self._group, "ids": event_ids})
+
+    async def _count(self, session: AsyncSession, settled: Settled) -> None:
+        """Add the batch to the tally: in this transaction, so that it is exact whatever is killed when."""
+        counts = (settled.handled, settled.duplicates, settled.dead, settled.outside_window)
+        sources = sorted(set().union(*counts))
+        handled, duplicates, dead, outside_window = ([count[source] for source in sources] for count in counts)
+        await session.execute(
+            _COUNT,
+            {
+                "group": self._group,
+                "topics": [source.topic for source in sources],
+                "partitions": [source.partition for source in sources],
+                "handled": handled,
+                "duplicates": duplicates,
+                "dead": dead,
+                "outside_window": outside_window,
+            },
+        )
+
+
+class _Sorting(Generic[M]):
+    """The records of a batch, sorted by what is to be done with them before any mark is made."""
+
+    def __init__(self, *, permanent_key: bool) -> None:
+        self._permanent_key = permanent_key
+        self.marks: dict[UUID, Received[M]] = {}
+        self.unmarked: dict[UUID, Readable[M]] = {}
+        self.letters: list[Letter] = []
+        self.settled = Settled()
+
+    def sort(self, batch: Sequence[Received[M]], floor: UUID, ceiling: UUID) -> None:
+        """Sort a batch; event ids below `floor` have no partition any more, those from `ceiling` on none yet."""
+        for received in batch:
+            event_id = received.event_id
+            if event_id is not None and floor <= event_id < ceiling:
+                first = self.marks.setdefault(event_id, received)
+                if first is not received:
+                    self.repeated(received, first.digest)
+            elif isinstance(received, Unreadable):
+                self.letters.append(Letter.rejected(received.record, event_id, received.rejection))
+            elif received.event_id >= ceiling:
+                self._reject(received, "event_id_in_future", "the event id's time is more than a day ahead")
+            elif not self._permanent_key:
+                self._reject(received, "outside_dedup_window", "older than the marks that are kept")
+            else:
+                older = self.unmarked.setdefault(received.event_id, received)
+                if older is not received:
+                    self.repeated(received, older.digest)
+
+    def repeated(self, received: Received[M], known_digest: bytes) -> None:
+        """Sort a record whose event id is known: the same payload is a duplicate, another one is a fault."""
+        if received.digest == known_digest:
+            self.settled.duplicates[received.record.source] += 1
+        else:
+            self._reject(received, "payload_mismatch", "this event id came before with another payload")
+
+    def _reject(self, received: Received[M], reason: str, detail: str) -> None:
+        self.letters.append(Letter(received.record, received.event_id, reason, detail))
+
+
+class _Deadline:
+    """Ends a batch whose database does not answer, by closing the connection under it.
+
+    The server's own limits (transaction_timeout, lock_timeout) come first; this is for a server that is frozen or a
+    network that swallows packets. Cancelling a query would leave the pool in doubt (field report F37); a closed
+    connection is an ordinary, transient failure.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def watch(self, session: AsyncSession) -> None:
+        connection: Any = await (await session.connection()).get_raw_connection()
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._close, connection.driver_connection)
+
+    def end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _close(self, driver_connection: Any) -> None:
+        log.error("inbox.batch_deadline_passed", deadline_seconds=self._seconds)
+        driver_connection.terminate()
+
+
+async def _window(session: AsyncSession) -> tuple[UUID, UUID]:
+    """Return the lowest event id that may have a mark, and the lowest that is too far in the future."""
+    floor, now = (await session.execute(_WINDOW)).one()
+    moment: datetime = now
+    return UUID(str(floor)), lowest_id_at(moment + FUTURE_TOLERANCE)
+
+
+def _place(record: ConsumedRecord) -> dict[str, object]:
+    return {"topic": record.topic, "partition": record.partition, "offset": record.offset}
+
+
+_WINDOW = text("SELECT event_id, clock_timestamp() FROM dedup_floor")
+
+_INSERT_MARKS = text("""
+    INSERT INTO processed_event (event_id, consumer_group, payload_digest, outcome)
+    SELECT m.event_id, :group, m.payload_digest, m.outcome
+    FROM unnest(CAST(:ids AS uuid[]), CAST(:digests AS bytea[]), CAST(:outcomes AS text[]))
+         AS m (event_id, payload_digest, outcome)
+    ORDER BY m.event_id
+    ON CONFLICT (event_id, consumer_group) DO NOTHING
+    RETURNING event_id
+""")
+
+_SELECT_DIGESTS = text("""
+    SELECT event_id, payload_digest FROM processed_event
+    WHERE consumer_group = :group AND event_id = ANY (CAST(:ids AS uuid[]))
+""")
+
+_FLIP_MARKS = text("""
+    UPDATE processed_event SET outcome = 'dead'
+    WHERE consumer_group = :group AND event_id = ANY (CAST(:ids AS uuid[]))
+""")
+
+_COUNT = text("""
+    INSERT INTO inbox_tally (consumer_group, topic, partition, handled, duplicates, dead, outside_window)
+    SELECT :group, c.topic, c.partition, c.handled, c.duplicates, c.dead, c.outside_window
+    FROM unnest(CAST(:topics AS text[]), CAST(:partitions AS integer[]), CAST(:handled AS bigint[]),
+                CAST(:duplicates AS bigint[]), CAST(:dead AS bigint[]), CAST(:outside_window AS bigint[]))
+         AS c (topic, partition, handled, duplicates, dead, outside_window)
+    ORDER BY c.topic, c.partition
+    ON CONFLICT (consumer_group, topic, partition) DO UPDATE SET
+        handled = inbox_tally.handled + excluded.handled,
+        duplicates = inbox_tally.duplicates + excluded.duplicates,
+        dead = inbox_tally.dead + excluded.dead,
+        outside_window = inbox_tally.outside_window + excluded.outside_window
+""")

@@ -1,0 +1,25 @@
+"""Metrics of the inbox. Labels are the consumer group and, for dead letters, the reason code; never an id."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from shared.telemetry import LATENCY_BUCKETS
+
+HANDLED = Counter("inbox_handled", "Events handled for the first time.", ["group"])
+DUPLICATES = Counter("inbox_duplicates", "Records whose event was settled before.", ["group"])
+OUTSIDE_WINDOW = Counter("inbox_outside_window", "Events older than the dedup window, given to the handler.", ["group"])
+DEAD_LETTERS = Counter("inbox_dead_letters", "Dead letters written.", ["group", "reason"])
+BATCH_EVENTS = Histogram(
+    "inbox_batch_events", "Records of a settled batch.", ["group"], buckets=(1, 10, 50, 100, 250, 500, 1000, 2000, 5000)
+)
+BATCH_SECONDS = Histogram(
+    "inbox_batch_seconds", "Time from fetched to offsets committed.", ["group"], buckets=LATENCY_BUCKETS
+)
+BATCH_RETRIES = Counter("inbox_batch_retries", "Batches postponed by a passing failure.", ["group"])
+LAG_EVENTS = Gauge("inbox_lag_events", "Records of the assigned partitions that are not read yet.", ["group"])
+REBALANCES = Counter("inbox_rebalances", "Assignments received from the group.", ["group"])
+COMMIT_FAILURES = Counter("inbox_commit_failures", "Offset commits that failed or were dropped.", ["group"])
+SKIPPED_OFFSETS = Counter(
+    "inbox_skipped_offsets", "Offsets that were gone from the log before they were read.", ["group"]
+)

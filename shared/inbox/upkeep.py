@@ -1,0 +1,188 @@
+"""Keeps the daily partitions of `processed_event`: made ahead, dropped when they are past the dedup window.
+
+A partition is made as a plain table and attached, and detached concurrently before it is dropped, so consumers never
+wait for an exclusive lock on the parent. There is no default partition, and below `dedup_floor`, which only rises,
+nothing is ever made again: what a dropped partition knew must not look new.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, date, datetime, time, timedelta
+from uuid import UUID
+
+import structlog
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from shared.database import Database
+from shared.identifiers import lowest_id_at
+from shared.lifecycle import READY, BackgroundService
+
+log = structlog.get_logger(__name__)
+
+DAYS_AHEAD = 7
+"""Days with a partition made ahead. More than the day that an event id may lie in the future (batch.py)."""
+
+_LOCK = "x'494E42'::integer"  # "INB"
+_MAKE, _DROP = 1, 2
+_NAME = re.compile(r"processed_event_p(\d{4})(\d{2})(\d{2})", re.ASCII)
+
+
+async def ensure_partitions(
+    database: Database, *, window_days: int, days_ahead: int = DAYS_AHEAD, now: datetime | None = None
+) -> None:
+    """Raise the floor to the window's first day and make every missing partition from there to `days_ahead`.
+
+    Safe to run in several processes and at any time. `now` is the database's clock unless given.
+    """
+    async with database.engine.begin() as connection:
+        await connection.execute(text(f"SELECT pg_advisory_xact_lock({_LOCK}, {_MAKE})"))
+        today = (now or await _database_time(connection)).astimezone(UTC).date()
+        floor = await _raise_floor(connection, _lowest(today - timedelta(days=window_days)))
+        attached = await _attached(connection)
+        day = today - timedelta(days=window_days)
+        while day <= today + timedelta(days=days_ahead):
+            if _lowest(day) >= floor and _name(day) not in attached:
+                await _attach(connection, day)
+                log.info("inbox.partition_made", partition=_name(day))
+            day += timedelta(days=1)
+
+
+async def drop_expired_partitions(database: Database) -> list[str]:
+    """Drop the partitions that lie wholly below the floor, one keeper at a time; return their names.
+
+    Takes up what an interrupted run left: a detach that is pending is finished, a detached partition dropped. Raises
+    what `errors.is_transient` understands when an old transaction still uses a partition; the next run goes on.
+    """
+    dropped: list[str] = []
+    async with _keeper(database) as connection:
+        if connection is None:
+            return dropped
+        floor = await _floor(connection)
+        for name, attached, pending in await _partition_tables(connection):
+            day = _day(name)
+            if day is None or _lowest(day + timedelta(days=1)) > floor:
+                continue
+            if pending:
+                await connection.execute(text(f"ALTER TABLE processed_event DETACH PARTITION {name} FINALIZE"))
+            elif attached:
+                await connection.execute(text(f"ALTER TABLE processed_event DETACH PARTITION {name} CONCURRENTLY"))
+            await connection.execute(text(f"DROP TABLE {name}"))
+            dropped.append(name)
+            log.info("inbox.partition_dropped", partition=name)
+    return dropped
+
+
+class InboxUpkeep(BackgroundService):
+    """Runs both every `interval_seconds`. Several processes may have one: whoever comes first does the work."""
+
+    name = "inbox-upkeep"
+    stop_deadline_seconds = 25.0
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        window_days: int,
+        days_ahead: int = DAYS_AHEAD,
+        interval_seconds: float = 3600.0,
+    ) -> None:
+        super().__init__()
+        self._database = database
+        self._window_days = window_days
+        self._days_ahead = days_ahead
+        self._interval_seconds = interval_seconds
+
+    async def run(self) -> None:
+        while not self.stopping.is_set():
+            await ensure_partitions(self._database, window_days=self._window_days, days_ahead=self._days_ahead)
+            await drop_expired_partitions(self._database)
+            self.readiness = READY
+            self.backoff.reset()
+            await self.pause(self._interval_seconds)
+
+
+async def _database_time(connection: AsyncConnection) -> datetime:
+    moment: datetime = (await connection.execute(text("SELECT now()"))).scalar_one()
+    return moment
+
+
+async def _raise_floor(connection: AsyncConnection, lowest: UUID) -> UUID:
+    await connection.execute(
+        text("UPDATE dedup_floor SET event_id = :lowest WHERE event_id < :lowest"), {"lowest": lowest}
+    )
+    return await _floor(connection)
+
+
+async def _floor(connection: AsyncConnection) -> UUID:
+    return UUID(str((await connection.execute(text("SELECT event_id FROM dedup_floor"))).scalar_one()))
+
+
+async def _attached(connection: AsyncConnection) -> set[str]:
+    return {name for name, attached, _ in await _partition_tables(connection) if attached}
+
+
+async def _partition_tables(connection: AsyncConnection) -> list[tuple[str, bool, bool]]:
+    """Return name, attached, detach pending of every table beside `processed_event` that is named as a partition."""
+    rows = await connection.execute(
+        text("""
+            SELECT c.relname, i.inhrelid IS NOT NULL, coalesce(i.inhdetachpending, false)
+            FROM pg_class AS parent
+            JOIN pg_class AS c ON c.relnamespace = parent.relnamespace
+            LEFT JOIN pg_inherits AS i ON i.inhrelid = c.oid AND i.inhparent = parent.oid
+            WHERE parent.oid = 'processed_event'::regclass
+              AND c.relkind = 'r' AND c.relname ~ '^processed_event_p[0-9]{8}$'
+            ORDER BY c.relname
+        """)
+    )
+    return [(str(name), bool(attached), bool(pending)) for name, attached, pending in rows]
+
+
+async def _attach(connection: AsyncConnection, day: date) -> None:
+    name = _name(day)
+    await connection.execute(
+        text(
+            f"CREATE TABLE IF NOT EXISTS {name} "
+            "(LIKE processed_event INCLUDING DEFAULTS INCLUDING CONSTRAINTS INCLUDING INDEXES INCLUDING COMMENTS)"
+        )
+    )
+    await connection.execute(
+        text(
+            f"ALTER TABLE processed_event ATTACH PARTITION {name} "
+            f"FOR VALUES FROM ('{_lowest(day)}') TO ('{_lowest(day + timedelta(days=1))}')"
+        )
+    )
+
+
+@asynccontextmanager
+async def _keeper(database: Database) -> AsyncIterator[AsyncConnection | None]:
+    """Yield an autocommit connection that holds the keeper's lock, or None when another process holds it."""
+    async with database.engine.connect() as pooled:
+        connection = await pooled.execution_options(isolation_level="AUTOCOMMIT")
+        if not (await connection.execute(text(f"SELECT pg_try_advisory_lock({_LOCK}, {_DROP})"))).scalar_one():
+            yield None
+            return
+        try:
+            yield connection
+        finally:
+            if not connection.invalidated:
+                await connection.execute(text(f"SELECT pg_advisory_unlock({_LOCK}, {_DROP})"))
+
+
+def _lowest(day: date) -> UUID:
+    return lowest_id_at(datetime.combine(day, time(), UTC))
+
+
+def _name(day: date) -> str:
+    return f"processed_event_p{day:%Y%m%d}"
+
+
+def _day(name: str) -> date | None:
+    match = _NAME.fullmatch(name)
+    try:
+        return None if match is None else date(*map(int, match.groups()))
+    except ValueError:
+        return None
