@@ -104,7 +104,7 @@ def _consumer(settings: BillingServiceSettings, database: Database) -> list[Serv
         units=UnitsOfWork(database),
         handler=OrderConfirmedHandler(notifier.signal),
     )
-    return [notifier, consumer, InboxUpkeep(database, settings.dedup_window_days)]
+    return [notifier, consumer, InboxUpkeep(database, window_days=settings.dedup_window_days)]
 
 
 def _executor(settings: BillingServiceSettings, database: Database) -> list[Service]:

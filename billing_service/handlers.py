@@ -10,7 +10,6 @@ from billing_service import repository
 from billing_service.charge import ChargeState, NewCharge
 from billing_service.messages import ORDER_CONFIRMED_TOPIC, ORDER_CONFIRMED_TYPE, OrderConfirmedMessage
 from billing_service.repository import ExistingCharge
-from shared import failpoints
 from shared.errors import MessageRejected
 from shared.inbox.messages import ConsumedRecord, Incoming, decode_json
 from shared.unit_of_work import UnitOfWork
@@ -42,7 +41,6 @@ class OrderConfirmedHandler:
         if not events:
             return {}
         inserted = await repository.insert_charges(work.session, [_new_charge(event) for event in events])
-        failpoints.hit("B3")
         if inserted:
             work.after_commit.append(self._signal)
         left = [event for event in events if event.event_id not in inserted]

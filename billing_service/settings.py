@@ -16,7 +16,7 @@ Seconds = Annotated[float, Field(gt=0, le=3600)]
 
 
 class BillingServiceSettings(BaseSettings):
-    """Everything that can be set. The defaults suit development on one machine; docs/operations.md tells production's."""
+    """Everything that can be set. The defaults suit development on one machine; production's: docs/operations.md."""
 
     model_config = SettingsConfigDict(env_prefix="BILLING_SERVICE_", extra="forbid")
 

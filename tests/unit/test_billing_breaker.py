@@ -1,0 +1,130 @@
+"""When the provider is called, and how many calls run at once."""
+
+import pytest
+
+from billing_service.breaker import BreakerState, CircuitBreaker
+from billing_service.charge import Aborted, Captured, Declined, Forbidden, SlowDown, StillRunning, Unknown
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def breaker(clock: Clock) -> CircuitBreaker:
+    return CircuitBreaker(8, failures_to_open=3, first_pause_seconds=1.0, most_pause_seconds=30.0, clock=clock)
+
+
+def opened(breaker: CircuitBreaker) -> None:
+    for _ in range(3):
+        breaker.record(Unknown("timeout"))
+    assert breaker.state is BreakerState.OPEN
+
+
+def test_a_run_of_failures_pauses_claiming(breaker: CircuitBreaker) -> None:
+    breaker.record(Unknown("timeout"))
+    breaker.record(Unknown("timeout"))
+    assert breaker.allowance(0) == 8
+    breaker.record(Unknown("connection"))
+    assert breaker.state is BreakerState.OPEN
+    assert breaker.allowance(0) == 0
+    assert "3 calls failed (connection)" in breaker.reason
+
+
+def test_one_answer_ends_a_run_of_failures(breaker: CircuitBreaker) -> None:
+    for _ in range(10):
+        breaker.record(Unknown("timeout"))
+        breaker.record(Unknown("timeout"))
+        breaker.record(Declined("p", "card_declined"))
+    assert breaker.state is BreakerState.CLOSED
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_provider_that_does_not_know_us_opens_at_once(breaker: CircuitBreaker, status: int) -> None:
+    breaker.record(Forbidden(status))
+    assert breaker.state is BreakerState.OPEN
+    assert str(status) in breaker.reason
+
+
+def test_half_open_allows_one_call_at_a_time(breaker: CircuitBreaker, clock: Clock) -> None:
+    opened(breaker)
+    clock.now += 31
+    assert breaker.state is BreakerState.HALF_OPEN
+    assert breaker.allowance(5) == 1
+    assert breaker.begin()
+    assert breaker.allowance(0) == 0
+
+
+def test_a_probe_that_is_answered_closes(breaker: CircuitBreaker, clock: Clock) -> None:
+    opened(breaker)
+    clock.now += 31
+    breaker.record(Captured("p"), probe=breaker.begin())
+    assert breaker.state is BreakerState.CLOSED
+    assert breaker.allowance(0) == 8
+    assert breaker.reason == ""
+
+
+def test_a_probe_that_fails_opens_again_for_longer(breaker: CircuitBreaker, clock: Clock) -> None:
+    opened(breaker)
+    first = breaker.seconds_until_allowed()
+    for _ in range(3):
+        clock.now += 31
+        breaker.record(Unknown("timeout"), probe=breaker.begin())
+    assert breaker.state is BreakerState.OPEN
+    assert first < breaker.seconds_until_allowed() <= 30
+
+
+def test_calls_from_before_do_not_lengthen_the_pause(breaker: CircuitBreaker, clock: Clock) -> None:
+    opened(breaker)
+    wait = breaker.seconds_until_allowed()
+    for _ in range(20):
+        breaker.record(Unknown("timeout"))
+    assert breaker.seconds_until_allowed() == wait
+    clock.now += 31
+    breaker.begin()
+    breaker.record(Unknown("timeout"))  # not the probe
+    assert breaker.allowance(0) == 0, "the probe is still under way"
+
+
+@pytest.mark.parametrize("end", [StillRunning(), Aborted()])
+def test_a_probe_that_tells_nothing_lets_the_next_one_try(
+    breaker: CircuitBreaker, clock: Clock, end: StillRunning | Aborted
+) -> None:
+    opened(breaker)
+    clock.now += 31
+    breaker.record(end, probe=breaker.begin())
+    assert breaker.state is BreakerState.HALF_OPEN
+    assert breaker.allowance(0) == 1
+
+
+def test_slow_down_halves_the_calls_and_pauses_then_recovers_step_by_step(
+    breaker: CircuitBreaker, clock: Clock
+) -> None:
+    breaker.record(SlowDown(5.0))
+    assert breaker.state is BreakerState.CLOSED
+    assert breaker.allowance(0) == 0
+    clock.now += 5
+    assert breaker.allowance(0) == 4
+    assert breaker.allowance(3) == 1
+    for _ in range(3):
+        breaker.record(Captured("p"))
+    assert breaker.allowance(0) == 7
+    for _ in range(20):
+        breaker.record(Captured("p"))
+    assert breaker.allowance(0) == 8
+
+
+def test_slow_down_never_stops_for_good(breaker: CircuitBreaker, clock: Clock) -> None:
+    for _ in range(20):
+        breaker.record(SlowDown())
+    clock.now += 1
+    assert breaker.allowance(0) == 1
