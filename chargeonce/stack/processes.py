@@ -12,10 +12,10 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TextIO
+from typing import IO, Self, TextIO
 
 import psutil
 
@@ -200,6 +200,42 @@ class LinePrinter:
             self._stream = None
 
 
+class _Output:
+    """The reading end of a pipe for a child's output.
+
+    Not asyncio's own pipe: with that, waiting for a child would also wait for every descendant that holds it open.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, transport: asyncio.ReadTransport, write_end: int) -> None:
+        self._reader = reader
+        self._transport = transport
+        self.write_end = write_end
+
+    @classmethod
+    async def open(cls) -> Self:
+        read_end, write_end = os.pipe()
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", buffering=0)
+        )
+        return cls(reader, transport, write_end)
+
+    async def lines(self) -> AsyncIterator[str]:
+        """Every line until the last holder of the other end closes it; longer ones are cut at 64 KiB."""
+        rest = b""
+        while chunk := await self._reader.read(_LONGEST_LINE_BYTES):
+            *lines, rest = (rest + chunk).split(b"\n")
+            if len(rest) > _LONGEST_LINE_BYTES:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                yield line.decode(errors="replace").rstrip("\r")
+        if rest:
+            yield rest.decode(errors="replace")
+
+    def close(self) -> None:
+        self._transport.close()
+
+
 @dataclass
 class _Child:
     name: str
@@ -208,6 +244,7 @@ class _Child:
     cwd: Path | None
     restart: bool
     process: asyncio.subprocess.Process
+    output: _Output
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     watch: asyncio.Task[None] | None = None
 
@@ -260,9 +297,9 @@ class Supervisor:
         if known and known.watch and not known.watch.done():
             raise ValueError(f"a child named {name} is running")
         command = _command(argv)
-        process = await self._spawn(command, env, cwd)
+        process, output = await self._spawn(command, env, cwd)
         again = self._restart if restart is None else restart
-        child = self._children[name] = _Child(name, command, env, cwd, again, process)
+        child = self._children[name] = _Child(name, command, env, cwd, again, process, output)
         child.watch = asyncio.create_task(self._watch(child), name=f"watch {name}")
         return process.pid
 
@@ -294,8 +331,15 @@ class Supervisor:
 
     async def _spawn(
         self, argv: Sequence[str], env: Mapping[str, str] | None, cwd: Path | None
-    ) -> asyncio.subprocess.Process:
-        return await spawn(argv, env=env, cwd=cwd, stdout=asyncio.subprocess.PIPE)
+    ) -> tuple[asyncio.subprocess.Process, _Output]:
+        output = await _Output.open()
+        try:
+            return await spawn(argv, env=env, cwd=cwd, stdout=output.write_end), output
+        except BaseException:
+            output.close()
+            raise
+        finally:
+            os.close(output.write_end)
 
     async def _watch(self, child: _Child) -> None:
         loop = asyncio.get_running_loop()
@@ -313,7 +357,7 @@ class Supervisor:
                 return
             backoff_seconds = min(2 * backoff_seconds, self._max_backoff_seconds)
             try:
-                child.process = await self._spawn(child.argv, child.env, child.cwd)
+                child.process, child.output = await self._spawn(child.argv, child.env, child.cwd)
             except OSError as error:
                 self._log(child.name, f"could not be started: {error}")
                 continue
@@ -322,26 +366,18 @@ class Supervisor:
 
     async def _follow(self, child: _Child) -> int:
         """Hand on the output of a child until it ends; a descendant that keeps the pipe open gets one second more."""
-        output = asyncio.create_task(self._pump(child.name, child.process))
+        pump = asyncio.create_task(self._pump(child.name, child.output))
         status = await child.process.wait()
-        _, pending = await asyncio.wait({output}, timeout=1)
+        _, pending = await asyncio.wait({pump}, timeout=1)
         for task in pending:
             task.cancel()
             await asyncio.wait({task})
+        child.output.close()
         return status
 
-    async def _pump(self, name: str, process: asyncio.subprocess.Process) -> None:
-        if process.stdout is None:
-            return
-        rest = b""
-        while chunk := await process.stdout.read(_LONGEST_LINE_BYTES):
-            *lines, rest = (rest + chunk).split(b"\n")
-            if len(rest) > _LONGEST_LINE_BYTES:
-                lines, rest = [*lines, rest], b""
-            for line in lines:
-                self._log(name, line.decode(errors="replace").rstrip("\r"))
-        if rest:
-            self._log(name, rest.decode(errors="replace"))
+    async def _pump(self, name: str, output: _Output) -> None:
+        async for line in output.lines():
+            self._log(name, line)
 
     async def _end(self, children: Sequence[_Child]) -> None:
         for child in children:
