@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from fastapi import FastAPI
-from shared.inbox.consumer import InboxConsumer, InboxSettings
-from shared.inbox.upkeep import InboxUpkeep
 
 from order_service.api import orders as orders_api
 from order_service.checkout import Checkout
@@ -14,6 +12,8 @@ from order_service.events import ORDER_CONFIRMED_TOPIC
 from order_service.handlers import PaymentHandler
 from order_service.settings import OrderServiceSettings
 from shared.database import Database
+from shared.inbox.consumer import InboxConsumer, InboxSettings
+from shared.inbox.upkeep import InboxUpkeep
 from shared.kafka.topics import TopicSpec
 from shared.lifecycle import Service
 from shared.outbox.append import EventWriter
@@ -55,7 +55,8 @@ def build(settings: OrderServiceSettings, roles: Collection[str] = ROLES) -> Fas
         other_databases.append(relay_pool)
         services += relay_services(relay_pool, _outbox(settings))
     if "consumer" in roles:
-        services += [_consumer(settings, database, units), InboxUpkeep(database, settings.dedup_window_days)]
+        upkeep = InboxUpkeep(database, window_days=settings.dedup_window_days)
+        services += [_consumer(settings, database, units), upkeep]
     app = create_app(
         title="Order service",
         version="1",
@@ -83,7 +84,7 @@ def _outbox(settings: OrderServiceSettings) -> OutboxSettings:
     )
 
 
-def _consumer(settings: OrderServiceSettings, database: Database, units: UnitsOfWork) -> InboxConsumer:
+def _consumer(settings: OrderServiceSettings, database: Database, units: UnitsOfWork) -> Service:
     inbox = InboxSettings(
         group=settings.consumer_group,
         instance_id=settings.consumer_instance_id,

@@ -58,6 +58,11 @@ def configure(service: str, *, level: str = "INFO", json_lines: bool | None = No
     for noisy, threshold in (("aiokafka", "CRITICAL"), ("uvicorn.access", "WARNING"), ("apscheduler", "WARNING")):
         logging.getLogger(noisy).setLevel(threshold)
     structlog.contextvars.bind_contextvars(service=service)
+    configure_tracing(service)
+
+
+def configure_tracing(service: str) -> None:
+    """Give this process real trace ids; they travel in `traceparent` headers and stand in every log line."""
     if not isinstance(trace.get_tracer_provider(), TracerProvider):
         trace.set_tracer_provider(TracerProvider(resource=Resource.create({"service.name": service})))
 

@@ -22,12 +22,13 @@ from fastapi_problem.handler import ExceptionHandler, add_exception_handler, new
 from opentelemetry.trace import SpanKind
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from sqlalchemy.exc import SQLAlchemyError
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shared import telemetry
 from shared.database import Database
-from shared.errors import FieldError, InvalidInput, ServiceError, Unavailable, is_transient
+from shared.errors import FieldError, InvalidInput, ServiceError, TooLarge, Unavailable, is_transient
 from shared.lifecycle import Readiness, Service, State, describe, running
 
 log = structlog.get_logger(__name__)
@@ -195,10 +196,6 @@ async def _database_readiness(database: Database) -> Readiness:
 # ---------------------------------------------------------------------------------------------- middleware
 
 
-class _BodyTooLarge(Exception):
-    pass
-
-
 class BodyLimit:
     """Refuse a body over the limit with 413, whether it announces its length or streams."""
 
@@ -212,39 +209,29 @@ class BodyLimit:
             return
         announced = dict(scope["headers"]).get(b"content-length", b"0")
         if announced.isdigit() and int(announced) > self._max_body_bytes:
-            await self._refuse(scope, receive, send)
+            await self._refusal()(scope, receive, send)
             return
         received = 0
-        started = False
 
         async def counted() -> Message:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
             if received > self._max_body_bytes:
-                raise _BodyTooLarge
+                # Of all exceptions, only this one passes through FastAPI's reading of a body as it is.
+                raise HTTPException(413, self._detail)
             return message
 
-        async def noted(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
+        await self._app(scope, counted, send)
 
-        try:
-            await self._app(scope, counted, noted)
-        except _BodyTooLarge:
-            if not started:
-                await self._refuse(scope, receive, send)
+    @property
+    def _detail(self) -> str:
+        return f"a body may have {self._max_body_bytes} bytes; nothing was stored; send less"
 
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = {
-            "type": "too-large",
-            "title": "The request is too large; nothing was stored.",
-            "status": 413,
-            "detail": f"a body may have {self._max_body_bytes} bytes; send less",
-        }
-        response = JSONResponse(body, status_code=413, media_type=PROBLEM_JSON, headers={"Connection": "close"})
-        await response(scope, receive, send)
+    def _refusal(self) -> JSONResponse:
+        problem = TooLarge(self._detail)
+        body = {"type": problem.code, "title": problem.title, "status": 413, "detail": problem.detail}
+        return JSONResponse(body, status_code=413, media_type=PROBLEM_JSON, headers={"Connection": "close"})
 
 
 class RequestSpan:

@@ -88,10 +88,10 @@ class Provider:
 
 
 @asynccontextmanager
-async def running_provider(ledger: Path) -> AsyncIterator[Provider]:
-    """A provider process on a free port."""
+async def running_provider(ledger: Path, port: int = 0) -> AsyncIterator[Provider]:
+    """A provider process, on a free port unless one is given."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "payment_provider", "--port=0", f"--ledger={ledger}"),
+        *(sys.executable, "-m", "payment_provider", f"--port={port}", f"--ledger={ledger}"),
         stdout=asyncio.subprocess.PIPE,
         cwd=REPOSITORY,
     )

@@ -1,0 +1,274 @@
+"""The order API over a real uvicorn and a real PostgreSQL. Kafka is away throughout: the API must not notice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import secrets
+from collections.abc import AsyncIterator
+from decimal import Decimal
+from typing import Any
+from uuid import UUID
+
+import aiohttp
+import pytest
+from sqlalchemy import event, text
+
+from chargeonce.stack import PostgresServer, free_ports
+from order_service.bootstrap import build, owned_topics
+from order_service.settings import OrderServiceSettings
+from order_service.tables import metadata
+from shared.cli import migrate_database
+from shared.database import Database
+from shared.telemetry import configure_tracing
+from tests.support.outbox import database_settings, scalar
+from tests.support.serving import serving
+
+ITEM = {"sku": "BOOK-1", "quantity": 2, "unit_price": "19.99"}
+ORDER = {"customer_id": 7, "currency": "EUR", "items": [ITEM, {"sku": "PEN", "quantity": 1, "unit_price": "0.5"}]}
+
+
+def settings_for(url: str) -> OrderServiceSettings:
+    [nobody] = free_ports(1)
+    return OrderServiceSettings(database_url=url, kafka_bootstrap_servers=f"127.0.0.1:{nobody}")  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+async def database(postgres: PostgresServer) -> AsyncIterator[Database]:
+    name = f"orders_{secrets.token_hex(4)}"
+    await postgres.create_database(name)
+    settings = settings_for(postgres.url(name))
+    await migrate_database("order_service", settings.database("test"), metadata, owned_topics(settings), 30, 10)
+    made = Database(database_settings(postgres.url(name)))
+    yield made
+    await made.close()
+    await postgres.drop_database(name)
+
+
+@pytest.fixture(scope="module")
+async def api(database: Database) -> AsyncIterator[aiohttp.ClientSession]:
+    configure_tracing("order-service")
+    async with serving(build(settings_for(database.settings.url), ["api"])) as client:
+        yield client
+
+
+@pytest.fixture
+async def nothing_stored(database: Database) -> AsyncIterator[None]:
+    before = await rows(database)
+    yield
+    assert await rows(database) == before
+
+
+async def rows(database: Database) -> tuple[int, int]:
+    """How many orders and events there are."""
+    orders = await scalar(database, "SELECT count(*) FROM orders")
+    events = await scalar(database, "SELECT count(*) FROM outbox_event")
+    return int(str(orders)), int(str(events))
+
+
+async def test_an_order_and_its_event_are_stored_together(api: aiohttp.ClientSession, database: Database) -> None:
+    async with api.post("/orders", json=ORDER) as response:
+        created = await response.json()
+        assert response.status == 201
+        assert response.headers["Location"] == f"/orders/{created['order_id']}"
+    assert created["total_amount"] == "40.48"
+    assert (created["status"], created["payment_status"]) == ("confirmed", "pending")
+    async with database.engine.connect() as connection:
+        query = text("SELECT * FROM outbox_event WHERE event_id = :event_id")
+        row = (await connection.execute(query, {"event_id": UUID(created["event_id"])})).one()
+    assert row.topic == "order-service.order.confirmed"
+    assert row.key == str(created["order_id"]).encode()
+    assert re.fullmatch(r"00-[0-9a-f]{32}-[0-9a-f]{16}-0[13]", row.headers["traceparent"])
+    assert json.loads(row.payload) == {
+        "event_id": created["event_id"],
+        "event_type": "order.confirmed.v1",
+        "occurred_at": json.loads(row.payload)["occurred_at"],
+        "order_id": created["order_id"],
+        "customer_id": 7,
+        "total_amount": "40.48",
+        "currency": "EUR",
+        "aggregate_version": 1,
+    }
+    assert UUID(created["event_id"]).version == 7
+
+
+async def test_an_order_can_be_read_with_its_items_and_unpublished_event(api: aiohttp.ClientSession) -> None:
+    async with api.post("/orders", json=ORDER) as response:
+        created = await response.json()
+    async with api.get(f"/orders/{created['order_id']}") as response:
+        found = await response.json()
+    assert [item["unit_price"] for item in found["items"]] == ["19.99", "0.50"]
+    [published] = found["events"]
+    assert (published["event_id"], published["published"], published["published_at"]) == (
+        created["event_id"],
+        False,
+        None,
+    )
+
+
+async def test_pages_ascend_by_order_id_and_end_with_null(api: aiohttp.ClientSession) -> None:
+    made = []
+    for _ in range(5):
+        async with api.post("/orders", json=ORDER) as response:
+            made.append((await response.json())["order_id"])
+    seen: list[int] = []
+    after: int | None = made[0] - 1
+    while after is not None:
+        async with api.get("/orders", params={"after_order_id": after, "limit": 2}) as response:
+            page = await response.json()
+        seen += [order["order_id"] for order in page["orders"]]
+        after = page["next"]
+    assert seen == sorted(made)
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    return {**ORDER, **changes}
+
+
+def with_item(**changes: Any) -> dict[str, Any]:
+    return {**ORDER, "items": [{**ITEM, **changes}]}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (changed(extra=1), "extra"),
+    (with_item(extra=1), "items.0.extra"),
+    (changed(items=[]), "items"),
+    (changed(items=[ITEM] * 101), "items"),
+    (changed(items=None), "items"),
+    ({"currency": "EUR", "items": [ITEM]}, "customer_id"),
+    (changed(customer_id=0), "customer_id"),
+    (changed(customer_id=2**63), "customer_id"),
+    (changed(customer_id="7"), "customer_id"),
+    (changed(currency="eur"), "currency"),
+    (changed(currency="ZZZ"), "currency"),
+    (changed(currency="XAU"), "currency"),
+    (with_item(quantity=0), "items.0.quantity"),
+    (with_item(quantity=-1), "items.0.quantity"),
+    (with_item(quantity=100_001), "items.0.quantity"),
+    (with_item(quantity=1.5), "items.0.quantity"),
+    (with_item(quantity="2"), "items.0.quantity"),
+    (with_item(unit_price="0"), "items.0.unit_price"),
+    (with_item(unit_price="0.00"), "items.0.unit_price"),
+    (with_item(unit_price="-1"), "items.0.unit_price"),
+    (with_item(unit_price="1.999"), "items.0.unit_price"),
+    (with_item(unit_price=19.99), "items.0.unit_price"),
+    (with_item(unit_price=19), "items.0.unit_price"),
+    (with_item(unit_price="NaN"), "items.0.unit_price"),
+    (with_item(unit_price="9999999999999"), "items.0.unit_price"),
+    (with_item(unit_price="999999999999", quantity=2), "items"),
+    (with_item(sku=""), "items.0.sku"),
+    (with_item(sku="x" * 65), "items.0.sku"),
+    (with_item(sku="a\0b"), "items.0.sku"),
+    (with_item(sku="line\nbreak"), "items.0.sku"),
+    ({"customer_id": 7, "currency": "JPY", "items": [{**ITEM, "unit_price": "1.5"}]}, "items.0.unit_price"),
+]
+
+
+@pytest.mark.parametrize(("body", "field"), REFUSED, ids=[f"{n}-{field}" for n, (_, field) in enumerate(REFUSED)])
+async def test_f31_a_bad_order_is_refused_naming_the_field_and_stores_nothing(
+    api: aiohttp.ClientSession, nothing_stored: None, body: dict[str, Any], field: str
+) -> None:
+    async with api.post("/orders", json=body) as response:
+        problem = await response.json()
+        assert (response.status, response.content_type) == (422, "application/problem+json")
+    assert field in [error["field"] for error in problem["errors"]], problem
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status"),
+    [
+        (b"{", {"Content-Type": "application/json"}, 422),
+        (b"", {"Content-Type": "application/json"}, 422),
+        (b"[]", {"Content-Type": "application/json"}, 422),
+        (b'\xff\xfe{"a":1}', {"Content-Type": "application/json"}, 400),
+        (json.dumps(ORDER).encode(), {"Content-Type": "text/plain"}, 415),
+        (json.dumps(ORDER).encode(), {"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        (b" " * 300_000, {"Content-Type": "application/json"}, 413),
+        (b'{"items": NaN}', {"Content-Type": "application/json"}, 422),
+    ],
+)
+async def test_what_is_no_json_order_is_a_problem_and_stores_nothing(
+    api: aiohttp.ClientSession, nothing_stored: None, body: bytes, headers: dict[str, str], status: int
+) -> None:
+    async with api.post("/orders", data=body, headers=headers) as response:
+        problem = await response.json()
+        assert (response.status, response.content_type) == (status, "application/problem+json"), problem
+    assert problem["detail"]
+
+
+async def test_a_streamed_body_over_the_limit_is_refused(api: aiohttp.ClientSession, nothing_stored: None) -> None:
+    async def stream() -> AsyncIterator[bytes]:
+        for _ in range(40):
+            yield b" " * 10_000
+
+    async with api.post("/orders", data=stream(), headers={"Content-Type": "application/json"}) as response:
+        assert response.status == 413
+
+
+async def test_a_refused_value_is_not_echoed(api: aiohttp.ClientSession) -> None:
+    async with api.post("/orders", json=with_item(sku="private\0name")) as response:
+        assert "private" not in await response.text()
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/orders/999999", 404),
+        ("/orders/0", 422),
+        ("/orders/x", 422),
+        ("/orders/9223372036854775808", 422),
+        ("/nowhere", 404),
+    ],
+)
+async def test_what_does_not_exist_is_a_problem(api: aiohttp.ClientSession, path: str, status: int) -> None:
+    async with api.get(path) as response:
+        assert (response.status, response.content_type) == (status, "application/problem+json")
+
+
+async def test_the_kafka_outage_shows_only_as_a_backlog(api: aiohttp.ClientSession) -> None:
+    async with api.post("/orders", json=ORDER) as response:
+        assert response.status == 201
+
+    async def backlog() -> str:
+        async with api.get("/metrics") as response:
+            return await response.text()
+
+    async with asyncio.timeout(15):
+        while not re.search(r"^outbox_unpublished_events [1-9]", await backlog(), re.MULTILINE):
+            await asyncio.sleep(0.1)
+    async with api.get("/readyz") as response:
+        assert response.status == 200
+
+
+async def test_f44_a_database_that_is_away_is_503_with_retry_after_and_not_ready_but_alive() -> None:
+    [nobody] = free_ports(1)
+    app = build(settings_for(f"postgresql://nobody@127.0.0.1:{nobody}/nothing"), ["api"])
+    async with serving(app) as client:
+        async with client.post("/orders", json=ORDER) as response:
+            problem = await response.json()
+            assert (response.status, response.content_type) == (503, "application/problem+json"), problem
+            assert int(response.headers["Retry-After"]) >= 1
+            assert str(nobody) not in json.dumps(problem), "addresses stay inside"
+        async with client.get("/readyz") as response:
+            assert response.status == 503
+            assert (await response.json())["checks"]["database"]["status"] == "down"
+        async with client.get("/livez") as response:
+            assert response.status == 200
+
+
+async def test_an_order_costs_five_round_trips_and_one_commit(database: Database) -> None:
+    from order_service.checkout import Checkout
+    from order_service.order import NewOrder, OrderItem
+    from shared.outbox.append import EventWriter
+    from shared.unit_of_work import UnitsOfWork
+
+    statements: list[str] = []
+    commits: list[str] = []
+    engine = database.engine.sync_engine
+    event.listen(engine, "before_cursor_execute", lambda *args: statements.append(args[2].split()[2]))
+    event.listen(engine, "commit", lambda _: commits.append("commit"))
+    order = NewOrder.of(7, "EUR", [OrderItem("A", 1, Decimal("1.00")), OrderItem("B", 1, Decimal("2.00"))])
+    await Checkout(UnitsOfWork(database, EventWriter())).confirm(order)
+    assert statements == ["orders", "order_item", "outbox_event"]
+    assert len(commits) == 1
