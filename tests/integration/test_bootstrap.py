@@ -545,7 +545,7 @@ def test_missing_network_tells_the_step_what_is_here_and_names_of_settings_only(
         HTTPS_PROXY="http://me:pa55word@proxy.example:3128",
         SSL_CERT_FILE="/nowhere/ca.pem",
     )
-    assert "step 2 of 4, the packages of requirements-lab.txt: the package index cannot be reached" in output
+    assert "step 2 of 4, the packages of requirements-lab.txt: what it downloads cannot be reached" in output
     assert "HTTPS_PROXY, SSL_CERT_FILE (names nothing that exists)" in output
     assert f"already here: {machine.venv} with Python 3.11, 0 packages installed" in output
     assert "pa55word" not in output
