@@ -147,7 +147,9 @@ class BatchSettler(Generic[M]):
         written = await insert_letters(session, self._group, sorting.letters, with_contents=with_contents)
         for letter in sorting.letters:
             record = letter.record
-            if (record.topic, record.partition, record.offset) in written:
+            place = (record.topic, record.partition, record.offset)
+            if place in written:
+                written.remove(place)
                 settled.dead[record.source] += 1
                 settled.reasons[letter.reason] += 1
             else:

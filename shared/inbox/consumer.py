@@ -101,6 +101,7 @@ class InboxConsumer(BackgroundService, Generic[M]):
         self._settler = BatchSettler(
             group=settings.group, units=units, handler=handler, deadline_seconds=settings.batch_deadline_seconds
         )
+        self._client: GroupConsumer | None = None
         self._no_batch_in_hand = asyncio.Event()
         self._no_batch_in_hand.set()
         self._rebalancing = False
@@ -123,6 +124,7 @@ class InboxConsumer(BackgroundService, Generic[M]):
             before_rebalance=self._finish_batch,
             after_rebalance=self._rebalanced,
         )
+        self._client = consumer
         self._rebalancing = False
         self._skipped_offsets = 0
         try:

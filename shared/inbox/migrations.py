@@ -6,10 +6,10 @@ command calls `upkeep.ensure_partitions` afterwards, and the upkeep service make
 
 from __future__ import annotations
 
-from alembic.operations import Operations
+from shared.ddl import Ddl
 
 
-def upgrade_1(op: Operations) -> None:
+def upgrade_1(op: Ddl) -> None:
     """Create the inbox: dedup marks by event id, the floor below which none are kept, dead letters and the tally."""
     op.execute("""
         CREATE TABLE processed_event (
@@ -96,7 +96,7 @@ def upgrade_1(op: Operations) -> None:
     op.execute("COMMENT ON TABLE inbox_tally IS 'every record settled, counted in the transaction that settled it'")
 
 
-def downgrade_1(op: Operations) -> None:
+def downgrade_1(op: Ddl) -> None:
     """Drop the inbox. Dead letters and all knowledge of what was processed are lost with it."""
     for table in ("inbox_tally", "dead_letter", "dedup_floor", "processed_event"):
         op.execute(f"DROP TABLE {table}")

@@ -19,7 +19,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from shared.database import Database
 from shared.identifiers import lowest_id_at
-from shared.lifecycle import READY, BackgroundService
+from shared.lifecycle import READY
+from shared.schedule import PeriodicService
 
 log = structlog.get_logger(__name__)
 
@@ -43,12 +44,15 @@ async def ensure_partitions(
         today = (now or await _database_time(connection)).astimezone(UTC).date()
         floor = await _raise_floor(connection, _lowest(today - timedelta(days=window_days)))
         attached = await _attached(connection)
+        made: list[str] = []
         day = today - timedelta(days=window_days)
         while day <= today + timedelta(days=days_ahead):
             if _lowest(day) >= floor and _name(day) not in attached:
                 await _attach(connection, day)
-                log.info("inbox.partition_made", partition=_name(day))
+                made.append(_name(day))
             day += timedelta(days=1)
+    if made:
+        log.info("inbox.partitions_made", count=len(made), first=made[0], last=made[-1])
 
 
 async def drop_expired_partitions(database: Database) -> list[str]:
@@ -76,8 +80,8 @@ async def drop_expired_partitions(database: Database) -> list[str]:
     return dropped
 
 
-class InboxUpkeep(BackgroundService):
-    """Runs both every `interval_seconds`. Several processes may have one: whoever comes first does the work."""
+class InboxUpkeep(PeriodicService):
+    """Does both every `interval_seconds`. Several processes may have one: whoever comes first does the work."""
 
     name = "inbox-upkeep"
     stop_deadline_seconds = 25.0
@@ -90,19 +94,15 @@ class InboxUpkeep(BackgroundService):
         days_ahead: int = DAYS_AHEAD,
         interval_seconds: float = 3600.0,
     ) -> None:
-        super().__init__()
+        super().__init__(interval_seconds)
         self._database = database
         self._window_days = window_days
         self._days_ahead = days_ahead
-        self._interval_seconds = interval_seconds
 
-    async def run(self) -> None:
-        while not self.stopping.is_set():
-            await ensure_partitions(self._database, window_days=self._window_days, days_ahead=self._days_ahead)
-            await drop_expired_partitions(self._database)
-            self.readiness = READY
-            self.backoff.reset()
-            await self.pause(self._interval_seconds)
+    async def do(self) -> None:
+        await ensure_partitions(self._database, window_days=self._window_days, days_ahead=self._days_ahead)
+        await drop_expired_partitions(self._database)
+        self.readiness = READY
 
 
 async def _database_time(connection: AsyncConnection) -> datetime:

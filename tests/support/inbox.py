@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID
 
-from aiokafka import AIOKafkaProducer
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from sqlalchemy import text
 
 from shared.database import Database
@@ -152,6 +152,23 @@ class InboxUnderTest:
             await asyncio.gather(*sent)
         finally:
             await producer.stop()
+
+    async def forget_offsets(self) -> None:
+        """Let the group begin anew: commit offset 0 everywhere."""
+        consumer = AIOKafkaConsumer(
+            bootstrap_servers=self.kafka.bootstrap_servers, group_id=self.group, enable_auto_commit=False
+        )
+        places = [TopicPartition(self.topic, partition) for partition in range(PARTITIONS)]
+        consumer.assign(places)
+        await consumer.start()
+        try:
+            await consumer.commit(dict.fromkeys(places, 0))
+        finally:
+            await consumer.stop()
+
+    async def make_partitions(self) -> None:
+        """What the upkeep does."""
+        await ensure_partitions(self.database, window_days=3)
 
     def consumer(self, **changes: object) -> InboxConsumer[Happened]:
         """A consumer of the group, not started."""
