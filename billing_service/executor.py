@@ -35,7 +35,8 @@ from billing_service.charge import (
 from billing_service.events import PaymentEvent
 from billing_service.gateway import PaymentGateway
 from shared import failpoints
-from shared.errors import Refused, is_transient
+from shared.errors import Refused
+from shared.inbox.batch import is_events_fault
 from shared.lifecycle import READY, BackgroundService, Backoff, Readiness, State, describe
 from shared.telemetry import continued_from, tracer
 from shared.unit_of_work import UnitsOfWork
@@ -248,38 +249,40 @@ class ChargeExecutor(BackgroundService):
         backoff = Backoff()
         while self._answers:
             batch, self._answers = self._answers, []
-            if await self._record_batch(batch):
+            failure = await self._record_batch(batch)
+            if failure is None:
                 backoff.reset()
                 self._record_problem = ""
             else:
                 # An answer is kept for as long as this process lives: its fence tells whether it still counts.
                 self._answers = batch + self._answers
-                self._record_problem = "answers of the provider wait for the database"
+                self._record_problem = f"answers of the provider wait to be recorded: {describe(failure)}"
+                log.warning("executor.record_failed", charges=len(batch), error=describe(failure))
                 await asyncio.sleep(backoff.next_seconds())
 
-    async def _record_batch(self, batch: list[_Answer]) -> bool:
-        """Record the answers and drop them from the batch; False when those left must be tried again later.
+    async def _record_batch(self, batch: list[_Answer]) -> Exception | None:
+        """Record the answers and drop them from the batch; return why those that are left must be tried again.
 
-        If the batch fails for good, the answer that is at fault is found, and its neighbours are recorded.
+        If an answer itself is at fault, it is found, and its neighbours are recorded.
         """
         try:
             await self._write(batch)
         except Exception as error:
-            if is_transient(error):
-                log.warning("executor.record_failed", charges=len(batch), error=describe(error))
-                return False
+            if not is_events_fault(error):
+                return error
             if len(batch) == 1:
                 _resolve(batch.pop(), error)
-                return True
+                return None
         else:
             while batch:
                 _resolve(batch.pop())
-            return True
+            return None
         for answer in tuple(batch):
-            if not await self._record_batch([answer]):
-                return False
+            failure = await self._record_batch([answer])
+            if failure is not None:
+                return failure
             batch.remove(answer)
-        return True
+        return None
 
     async def _write(self, batch: Sequence[_Answer]) -> None:
         """Settle charges and publish their events in one transaction; what another process has claimed is dropped."""

@@ -342,7 +342,7 @@ _UNFINISHED = text(
         f"""
         SELECT CAST('{state}' AS text) AS state, CAST(count(*) AS integer) AS charges,
                CAST(coalesce(extract(epoch FROM clock_timestamp() - min(requested_at)), 0) AS float8) AS oldest_seconds
-        FROM (SELECT requested_at FROM charge WHERE state = '{state}' ORDER BY requested_at LIMIT :most) AS some
+        FROM (SELECT requested_at FROM charge WHERE state = '{state}' ORDER BY requested_at LIMIT :most) AS counted
         """  # noqa: S608 - the states are constants of this code
         for state in (ChargeState.REQUESTED, ChargeState.NEEDS_REVIEW, ChargeState.REFUND_REQUESTED)
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,6 @@ class BillingUnderTest:
 
     database: Database
     units: UnitsOfWork
-    statements: list[str] = field(default_factory=list)
 
     async def request(self, *charges: NewCharge) -> None:
         """Store charges as the inbox does."""
@@ -198,8 +197,3 @@ async def billing_under_test(url: str) -> AsyncIterator[BillingUnderTest]:
         yield BillingUnderTest(database, UnitsOfWork(database, EventWriter()))
     finally:
         await database.close()
-
-
-def order_ids(charges: Sequence[NewCharge]) -> list[int]:
-    """The orders of these charges."""
-    return [charge.order_id for charge in charges]
