@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from alembic.config import Config
@@ -33,11 +35,20 @@ def alembic_config(service: str, url: str, metadata: MetaData) -> Config:
     return config
 
 
+# Alembic keeps its environment in module globals, so a process migrates one database at a time.
+_one_at_a_time = threading.Lock()
+
+
 async def upgrade(config: Config, revision: str = "head") -> None:
     """Bring the database to the revision. Alembic runs an event loop of its own, so it runs in a thread."""
-    await asyncio.to_thread(command.upgrade, config, revision)
+    await asyncio.to_thread(_run, command.upgrade, config, revision)
 
 
 async def downgrade(config: Config, revision: str) -> None:
     """Take the database back to the revision."""
-    await asyncio.to_thread(command.downgrade, config, revision)
+    await asyncio.to_thread(_run, command.downgrade, config, revision)
+
+
+def _run(migrate: Callable[[Config, str], None], config: Config, revision: str) -> None:
+    with _one_at_a_time:
+        migrate(config, revision)

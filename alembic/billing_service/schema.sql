@@ -1,0 +1,243 @@
+CREATE FUNCTION public.charge_keep_request() RETURNS trigger
+    LANGUAGE plpgsql
+    AS $$
+        BEGIN
+            RAISE EXCEPTION 'the request and the key of a charge stay as they were first sent'
+                USING ERRCODE = 'restrict_violation';
+        END
+        $$;
+CREATE FUNCTION public.dedup_floor_only_rises() RETURNS trigger
+    LANGUAGE plpgsql
+    AS $$
+        BEGIN
+            IF TG_OP = 'DELETE' OR NEW.event_id < OLD.event_id THEN
+                RAISE EXCEPTION 'dedup_floor only rises: the marks below it are gone'
+                    USING ERRCODE = 'restrict_violation';
+            END IF;
+            RETURN NEW;
+        END
+        $$;
+CREATE FUNCTION public.outbox_event_draw_position() RETURNS trigger
+    LANGUAGE plpgsql
+    AS $$
+        BEGIN
+            PERFORM pg_advisory_xact_lock(x'4F5554'::integer, NEW.bucket);
+            NEW.position := nextval('outbox_event_position');
+            RETURN NEW;
+        END
+        $$;
+CREATE FUNCTION public.outbox_event_refuse_update() RETURNS trigger
+    LANGUAGE plpgsql
+    AS $$
+        BEGIN
+            RAISE EXCEPTION 'outbox_event is insert-only: publish a new event instead of changing one'
+                USING ERRCODE = 'restrict_violation';
+        END
+        $$;
+CREATE TABLE public.charge (
+    charge_id uuid NOT NULL,
+    order_id bigint NOT NULL,
+    event_id uuid,
+    customer_id bigint,
+    amount numeric(19,4),
+    currency text,
+    state text NOT NULL,
+    requested_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    request bytea,
+    first_attempt_at timestamp with time zone,
+    next_attempt_at timestamp with time zone,
+    attempt integer DEFAULT 0 NOT NULL,
+    lease_owner uuid,
+    lease_expires_at timestamp with time zone,
+    provider_reference text,
+    decline_reason text,
+    review_reason text,
+    cancel_event_id uuid,
+    cancel_requested_at timestamp with time zone,
+    settled_at timestamp with time zone,
+    traceparent text,
+    CONSTRAINT ck_charge_amount_positive CHECK ((amount > (0)::numeric)),
+    CONSTRAINT ck_charge_attempt_counted CHECK ((attempt >= 0)),
+    CONSTRAINT ck_charge_cancelled_by_event CHECK (((state <> 'cancelled'::text) OR (cancel_event_id IS NOT NULL))),
+    CONSTRAINT ck_charge_complete_or_placeholder CHECK (((num_nulls(event_id, customer_id, amount, currency) = 0) OR ((state = 'cancelled'::text) AND (num_nonnulls(event_id, customer_id, amount, currency) = 0)))),
+    CONSTRAINT ck_charge_currency_code CHECK ((currency ~ '^[A-Z]{3}$'::text)),
+    CONSTRAINT ck_charge_decline_has_reason CHECK (((decline_reason IS NOT NULL) = (state = 'declined'::text))),
+    CONSTRAINT ck_charge_lease_while_requested CHECK (((lease_owner IS NULL) OR (state = 'requested'::text))),
+    CONSTRAINT ck_charge_lease_whole CHECK ((num_nulls(lease_owner, lease_expires_at) = ANY (ARRAY[0, 2]))),
+    CONSTRAINT ck_charge_order_id_positive CHECK ((order_id > 0)),
+    CONSTRAINT ck_charge_request_fixed_at_first_attempt CHECK ((num_nulls(request, first_attempt_at) = ANY (ARRAY[0, 2]))),
+    CONSTRAINT ck_charge_requested_is_due CHECK (((state <> 'requested'::text) OR (next_attempt_at IS NOT NULL))),
+    CONSTRAINT ck_charge_review_has_reason CHECK (((state <> 'needs_review'::text) OR (review_reason IS NOT NULL))),
+    CONSTRAINT ck_charge_settled_has_reference CHECK (((state <> ALL (ARRAY['captured'::text, 'declined'::text, 'refund_requested'::text, 'refunded'::text])) OR (num_nulls(provider_reference, settled_at) = 0))),
+    CONSTRAINT ck_charge_state_known CHECK ((state = ANY (ARRAY['requested'::text, 'captured'::text, 'declined'::text, 'needs_review'::text, 'cancelled'::text, 'refund_requested'::text, 'refunded'::text])))
+)
+WITH (fillfactor='80');
+COMMENT ON COLUMN public.charge.charge_id IS 'UUIDv7';
+COMMENT ON COLUMN public.charge.event_id IS 'of order.confirmed.v1; the idempotency key at the provider';
+COMMENT ON COLUMN public.charge.request IS 'the request''s bytes, fixed at the first claim';
+COMMENT ON COLUMN public.charge.first_attempt_at IS 'the idempotency window begins here';
+COMMENT ON COLUMN public.charge.next_attempt_at IS 'due from then on, unless leased';
+COMMENT ON COLUMN public.charge.attempt IS 'the fence of a claim';
+COMMENT ON COLUMN public.charge.lease_owner IS 'random for each executor';
+COMMENT ON COLUMN public.charge.traceparent IS 'of the order event: the charge continues its trace';
+CREATE TABLE public.dead_letter (
+    letter_id bigint NOT NULL,
+    consumer_group text NOT NULL,
+    source_topic text NOT NULL,
+    source_partition integer NOT NULL,
+    source_offset bigint NOT NULL,
+    key bytea,
+    event_id uuid,
+    headers jsonb NOT NULL,
+    payload bytea,
+    reason text NOT NULL,
+    error text NOT NULL,
+    attempts integer DEFAULT 1 NOT NULL,
+    first_failed_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    last_failed_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    next_attempt_at timestamp with time zone,
+    status text DEFAULT 'open'::text NOT NULL,
+    CONSTRAINT ck_dead_letter_status CHECK ((status = ANY (ARRAY['open'::text, 'resolved'::text, 'discarded'::text])))
+);
+COMMENT ON COLUMN public.dead_letter.headers IS '[name, base64 or null] pairs, in order';
+ALTER TABLE public.dead_letter ALTER COLUMN letter_id ADD GENERATED ALWAYS AS IDENTITY (
+    SEQUENCE NAME public.dead_letter_letter_id_seq
+    START WITH 1
+    INCREMENT BY 1
+    NO MINVALUE
+    NO MAXVALUE
+    CACHE 1
+);
+CREATE TABLE public.dedup_floor (
+    singleton boolean DEFAULT true NOT NULL,
+    event_id uuid NOT NULL,
+    CONSTRAINT ck_dedup_floor_one_row CHECK (singleton)
+);
+COMMENT ON TABLE public.dedup_floor IS 'lowest event id that still has a partition; only rises';
+CREATE TABLE public.inbox_tally (
+    consumer_group text NOT NULL,
+    topic text NOT NULL,
+    partition integer NOT NULL,
+    handled bigint DEFAULT 0 NOT NULL,
+    duplicates bigint DEFAULT 0 NOT NULL,
+    dead bigint DEFAULT 0 NOT NULL,
+    outside_window bigint DEFAULT 0 NOT NULL
+)
+WITH (fillfactor='50');
+COMMENT ON TABLE public.inbox_tally IS 'every record settled, counted in the transaction that settled it';
+CREATE TABLE public.outbox_bucket (
+    bucket smallint NOT NULL,
+    lease_owner uuid,
+    lease_epoch bigint DEFAULT 0 NOT NULL,
+    lease_expires_at timestamp with time zone,
+    CONSTRAINT ck_outbox_bucket_bucket_range CHECK (((bucket >= 0) AND (bucket < 96)))
+)
+WITH (fillfactor='50');
+COMMENT ON COLUMN public.outbox_bucket.lease_owner IS 'random for each relay process';
+CREATE TABLE public.outbox_event (
+    event_id uuid NOT NULL,
+    bucket smallint NOT NULL,
+    "position" bigint NOT NULL,
+    topic text NOT NULL,
+    key bytea NOT NULL,
+    event_type text NOT NULL,
+    payload bytea NOT NULL,
+    headers jsonb DEFAULT '{}'::jsonb NOT NULL,
+    created_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    CONSTRAINT ck_outbox_event_bucket_range CHECK (((bucket >= 0) AND (bucket < 96)))
+);
+COMMENT ON COLUMN public.outbox_event."position" IS 'drawn by the trigger under the bucket''s lock';
+COMMENT ON COLUMN public.outbox_event.payload IS 'serialised once, in the business transaction';
+CREATE SEQUENCE public.outbox_event_position
+    START WITH 1
+    INCREMENT BY 1
+    NO MINVALUE
+    NO MAXVALUE
+    CACHE 1;
+ALTER SEQUENCE public.outbox_event_position OWNED BY public.outbox_event."position";
+CREATE TABLE public.outbox_parked (
+    bucket smallint NOT NULL,
+    "position" bigint NOT NULL,
+    event_id uuid NOT NULL,
+    topic text NOT NULL,
+    key bytea NOT NULL,
+    event_type text NOT NULL,
+    payload bytea NOT NULL,
+    headers jsonb NOT NULL,
+    created_at timestamp with time zone NOT NULL,
+    reason text NOT NULL,
+    parked_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    released_at timestamp with time zone,
+    released_by text,
+    CONSTRAINT ck_outbox_parked_bucket_range CHECK (((bucket >= 0) AND (bucket < 96)))
+);
+CREATE TABLE public.outbox_progress (
+    bucket smallint NOT NULL,
+    "position" bigint NOT NULL,
+    published_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    CONSTRAINT ck_outbox_progress_bucket_range CHECK (((bucket >= 0) AND (bucket < 96)))
+);
+CREATE TABLE public.outbox_relay (
+    owner uuid NOT NULL,
+    expires_at timestamp with time zone NOT NULL
+);
+COMMENT ON TABLE public.outbox_relay IS 'live relays, also those that own no bucket yet: the divisor of a fair share';
+CREATE TABLE public.outbox_topic (
+    topic text NOT NULL,
+    partitions integer NOT NULL,
+    registered_at timestamp with time zone DEFAULT now() NOT NULL,
+    CONSTRAINT ck_outbox_topic_partitions_divide_buckets CHECK ((partitions = ANY (ARRAY[1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96])))
+);
+CREATE TABLE public.processed_event (
+    event_id uuid NOT NULL,
+    consumer_group text NOT NULL,
+    processed_at timestamp with time zone DEFAULT now() NOT NULL,
+    payload_digest bytea NOT NULL,
+    outcome text NOT NULL,
+    CONSTRAINT ck_processed_event_digest_length CHECK ((octet_length(payload_digest) = 32)),
+    CONSTRAINT ck_processed_event_outcome CHECK ((outcome = ANY (ARRAY['done'::text, 'dead'::text])))
+)
+PARTITION BY RANGE (event_id);
+COMMENT ON COLUMN public.processed_event.payload_digest IS 'SHA-256 of the payload''s bytes';
+ALTER TABLE ONLY public.charge
+    ADD CONSTRAINT pk_charge PRIMARY KEY (charge_id);
+ALTER TABLE ONLY public.dead_letter
+    ADD CONSTRAINT pk_dead_letter PRIMARY KEY (letter_id);
+ALTER TABLE ONLY public.dedup_floor
+    ADD CONSTRAINT pk_dedup_floor PRIMARY KEY (singleton);
+ALTER TABLE ONLY public.inbox_tally
+    ADD CONSTRAINT pk_inbox_tally PRIMARY KEY (consumer_group, topic, partition);
+ALTER TABLE ONLY public.outbox_bucket
+    ADD CONSTRAINT pk_outbox_bucket PRIMARY KEY (bucket);
+ALTER TABLE ONLY public.outbox_event
+    ADD CONSTRAINT pk_outbox_event PRIMARY KEY (event_id);
+ALTER TABLE ONLY public.outbox_parked
+    ADD CONSTRAINT pk_outbox_parked PRIMARY KEY (bucket, "position");
+ALTER TABLE ONLY public.outbox_progress
+    ADD CONSTRAINT pk_outbox_progress PRIMARY KEY (bucket, "position");
+ALTER TABLE ONLY public.outbox_relay
+    ADD CONSTRAINT pk_outbox_relay PRIMARY KEY (owner);
+ALTER TABLE ONLY public.outbox_topic
+    ADD CONSTRAINT pk_outbox_topic PRIMARY KEY (topic);
+ALTER TABLE ONLY public.processed_event
+    ADD CONSTRAINT pk_processed_event PRIMARY KEY (event_id, consumer_group);
+ALTER TABLE ONLY public.charge
+    ADD CONSTRAINT uq_charge_event_id UNIQUE (event_id);
+ALTER TABLE ONLY public.charge
+    ADD CONSTRAINT uq_charge_order_id UNIQUE (order_id);
+ALTER TABLE ONLY public.dead_letter
+    ADD CONSTRAINT uq_dead_letter_source UNIQUE (consumer_group, source_topic, source_partition, source_offset);
+ALTER TABLE ONLY public.outbox_event
+    ADD CONSTRAINT uq_outbox_event_bucket_position UNIQUE (bucket, "position");
+ALTER TABLE ONLY public.outbox_parked
+    ADD CONSTRAINT uq_outbox_parked_event_id UNIQUE (event_id);
+CREATE INDEX ix_charge_due ON public.charge USING btree (next_attempt_at) WHERE (state = 'requested'::text);
+CREATE INDEX ix_charge_unfinished ON public.charge USING btree (state, requested_at) WHERE (state = ANY (ARRAY['requested'::text, 'needs_review'::text, 'refund_requested'::text]));
+CREATE INDEX ix_dead_letter_state ON public.dead_letter USING btree (consumer_group, status, reason);
+CREATE INDEX ix_processed_event_processed_at ON ONLY public.processed_event USING btree (processed_at);
+CREATE UNIQUE INDEX uq_charge_cancel_event_id ON public.charge USING btree (cancel_event_id) WHERE (cancel_event_id IS NOT NULL);
+CREATE UNIQUE INDEX uq_dead_letter_event ON public.dead_letter USING btree (consumer_group, event_id) WHERE ((event_id IS NOT NULL) AND (reason <> 'payload_mismatch'::text));
+CREATE TRIGGER charge_keep_request BEFORE UPDATE OF request, event_id, first_attempt_at ON public.charge FOR EACH ROW WHEN (((old.request IS NOT NULL) AND ((new.request IS DISTINCT FROM old.request) OR (new.event_id IS DISTINCT FROM old.event_id) OR (new.first_attempt_at IS DISTINCT FROM old.first_attempt_at)))) EXECUTE FUNCTION public.charge_keep_request();
+CREATE TRIGGER dedup_floor_only_rises BEFORE DELETE OR UPDATE ON public.dedup_floor FOR EACH ROW EXECUTE FUNCTION public.dedup_floor_only_rises();
+CREATE TRIGGER outbox_event_draw_position BEFORE INSERT ON public.outbox_event FOR EACH ROW EXECUTE FUNCTION public.outbox_event_draw_position();
+CREATE TRIGGER outbox_event_refuse_update BEFORE UPDATE ON public.outbox_event FOR EACH STATEMENT EXECUTE FUNCTION public.outbox_event_refuse_update();
