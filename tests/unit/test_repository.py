@@ -52,8 +52,8 @@ def test_no_tracked_file_names_a_registry_or_a_path_of_one_machine() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "--index-url https:" + "//pypi.example/simple",
-        "https:" + "//files.python" + "hosted.org/x.whl",
+        "--index-url https:/" + "/py" + "pi.example/simple",
+        "https:/" + "/files.python" + "hosted.org/x.whl",
         "path = '/wo" + "rk/main'",
         "/ro" + "ot/.cache",
         "cd /ho" + "me/jo",
