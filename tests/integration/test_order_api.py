@@ -31,7 +31,7 @@ ORDER = {"customer_id": 7, "currency": "EUR", "items": [ITEM, {"sku": "PEN", "qu
 
 def settings_for(url: str) -> OrderServiceSettings:
     [nobody] = free_ports(1)
-    return OrderServiceSettings(database_url=url, kafka_bootstrap_servers=f"127.0.0.1:{nobody}")  # type: ignore[arg-type]
+    return OrderServiceSettings(database_url=url, kafka_bootstrap_servers=f"127.0.0.1:{nobody}")
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,10 @@ from shared.errors import InvalidInput, KafkaFailure, LeaseLost, MessageRejected
 
 
 def database_error(state: str, constraint: str | None = None) -> asyncpg.PostgresError:
-    fields = {"sqlstate": state, "constraint_name": constraint}
-    return type("DatabaseError", (asyncpg.PostgresError,), fields)("told by the database")
+    """The driver's own exception for what a server told: C is the SQLSTATE, M the message, n the constraint."""
+    told = {"C": state, "M": "told by the database"} | ({"n": constraint} if constraint else {})
+    error: asyncpg.PostgresError = asyncpg.PostgresError.new(told)
+    return error
 
 
 @pytest.mark.parametrize(

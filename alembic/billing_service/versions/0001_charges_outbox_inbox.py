@@ -18,8 +18,8 @@ depends_on: tuple[str, ...] | None = None
 
 def upgrade() -> None:
     """Create the tables."""
-    outbox.upgrade_1(op)  # type: ignore[arg-type]  # the module proxies an Operations object
-    inbox.upgrade_1(op)  # type: ignore[arg-type]
+    outbox.upgrade_1(op)
+    inbox.upgrade_1(op)
     op.execute("""
         CREATE TABLE charge (
             charge_id           uuid        NOT NULL CONSTRAINT pk_charge PRIMARY KEY,
@@ -105,5 +105,5 @@ def downgrade() -> None:
     """Drop everything. Charges and unpublished events are lost with it."""
     op.execute("DROP TABLE charge")
     op.execute("DROP FUNCTION charge_keep_request()")
-    inbox.downgrade_1(op)  # type: ignore[arg-type]
-    outbox.downgrade_1(op)  # type: ignore[arg-type]
+    inbox.downgrade_1(op)
+    outbox.downgrade_1(op)
