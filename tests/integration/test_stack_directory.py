@@ -5,6 +5,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -14,7 +15,7 @@ import asyncpg
 import psutil
 import pytest
 
-from chargeonce.stack import DirectoryInUseError, Stack, kafka_jars, prepare
+from chargeonce.stack import DirectoryInUseError, PortTakenError, Stack, kafka_jars, prepare
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -72,10 +73,20 @@ async def _until_gone(processes: list[psutil.Process], deadline_seconds: float =
             await asyncio.sleep(0.02)
 
 
-async def test_nothing_is_left_of_a_killed_run_and_the_next_one_takes_over(tmp_path: Path) -> None:
-    await prepare()
+async def _identity(dsn: str) -> object:
+    connection = await asyncpg.connect(dsn)
+    try:
+        return await connection.fetchval("SELECT system_identifier FROM pg_control_system()")
+    finally:
+        await connection.close()
+
+
+async def test_of_two_runs_side_by_side_the_killed_one_leaves_nothing_and_can_be_followed(
+    tmp_path: Path, stack: Stack
+) -> None:
     async with _run(tmp_path) as run:
         assert len(run.descendants) >= 7, "postgres with its workers, java, sleep"
+        assert await _identity(run.dsn) != await _identity(stack.postgres.dsn())
         connection = await asyncpg.connect(run.dsn)
         await connection.execute("CREATE TABLE kept AS SELECT 42 AS value")
         with pytest.raises(DirectoryInUseError, match=rf"pid {run.process.pid}\b"):
@@ -86,12 +97,13 @@ async def test_nothing_is_left_of_a_killed_run_and_the_next_one_takes_over(tmp_p
         await _until_gone([*run.children, *run.descendants])
         connection.terminate()
 
-    stack = Stack(tmp_path)
-    async with stack:
-        connection = await asyncpg.connect(stack.postgres.dsn())
+    async with Stack(tmp_path) as next_run:
+        connection = await asyncpg.connect(next_run.postgres.dsn())
         assert await connection.fetchval("SELECT value FROM kept") == 42
         await connection.close()
-    stack.remove()
+    assert stack.postgres.pid
+    assert stack.kafka.pid
+    next_run.remove()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -119,24 +131,24 @@ async def test_a_normal_user_runs_everything_as_himself_and_leaves_nothing(
     shutil.rmtree(home)
 
 
-async def test_two_stacks_run_side_by_side(tmp_path: Path, stack: Stack) -> None:
-    other = Stack(tmp_path)
-    async with other:
-        ports = {other.postgres.port, other.kafka.port, stack.postgres.port, stack.kafka.port}
-        assert len(ports) == 4
-        identities = set()
-        for one in (stack, other):
-            connection = await asyncpg.connect(one.postgres.dsn())
-            identities.add(await connection.fetchval("SELECT system_identifier FROM pg_control_system()"))
-            await connection.close()
-        assert len(identities) == 2
-    other.remove()
-
-
 async def test_when_one_half_cannot_start_the_other_is_stopped_and_the_directory_free(tmp_path: Path) -> None:
-    stack = Stack(tmp_path, kafka_settings={"offsets.topic.num.partitions": "many"})
-    for _ in range(2):
-        with pytest.raises(Exception, match=r"offsets\.topic\.num\.partitions"):
-            await stack.start()
-        assert stack.postgres.pid is None
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        stack = Stack(tmp_path, kafka_port=taken.getsockname()[1])
+        for _ in range(2):
+            with pytest.raises(PortTakenError, match="kafka_port"):
+                await stack.start()
+            assert stack.postgres.pid is None
     stack.remove()
+
+
+async def test_one_stack_object_holds_its_directory_against_another(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        first, second = (Stack(tmp_path, kafka_port=port) for _ in range(2))
+        starting = asyncio.create_task(first.start())
+        await asyncio.sleep(0)
+        with pytest.raises(DirectoryInUseError, match=rf"pid {os.getpid()}\b"):
+            await second.start()
+        with pytest.raises(PortTakenError):
+            await starting
+    first.remove()

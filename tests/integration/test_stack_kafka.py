@@ -49,8 +49,8 @@ async def _create_topic(broker: KafkaBroker, name: str) -> None:
         await admin.close()
 
 
-async def _send(broker: KafkaBroker, topic: str, value: bytes) -> None:
-    producer = AIOKafkaProducer(bootstrap_servers=broker.bootstrap_servers, acks="all", request_timeout_ms=5000)
+async def _send(broker: KafkaBroker, topic: str, value: bytes, *, timeout_ms: int = 10_000) -> None:
+    producer = AIOKafkaProducer(bootstrap_servers=broker.bootstrap_servers, acks="all", request_timeout_ms=timeout_ms)
     await producer.start()
     try:
         await producer.send_and_wait(topic, value)
@@ -92,7 +92,7 @@ async def test_acknowledged_records_survive_a_stop_and_a_crash_on_the_same_port(
 
 async def test_topics_do_not_come_into_being_by_being_used(broker: KafkaBroker, unique_name: str) -> None:
     with pytest.raises(UnknownTopicOrPartitionError):
-        await _send(broker, unique_name, b"")
+        await _send(broker, unique_name, b"", timeout_ms=1000)
 
 
 async def test_data_moves_to_other_ports_with_another_broker(broker: KafkaBroker, unique_name: str) -> None:

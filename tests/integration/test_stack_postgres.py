@@ -47,12 +47,13 @@ async def _value(server: PostgresServer, statement: str, database: str = "postgr
 
 async def test_committed_rows_survive_a_crash_and_the_port_stays(server: PostgresServer) -> None:
     url = server.dsn()
-    await _value(server, "CREATE TABLE IF NOT EXISTS kept (value int); TRUNCATE kept; INSERT INTO kept VALUES (42)")
+    await _value(server, "CREATE TABLE kept AS SELECT 42 AS value")
     backends = psutil.Process(server.pid).children(recursive=True)
 
     await server.kill()
     assert server.pid is None
-    assert not any(backend.is_running() for backend in backends)
+    # They are init's children now: it may take a moment to collect them.
+    assert all(not backend.is_running() or backend.status() == psutil.STATUS_ZOMBIE for backend in backends)
     with pytest.raises(OSError, match="Connect call failed"):
         await asyncpg.connect(url)
 
@@ -150,9 +151,7 @@ async def test_a_taken_port_is_named_with_its_setting_and_holder(tmp_path: Path)
     assert not (tmp_path / "data").exists()
 
 
-async def test_a_chosen_port_that_is_lost_before_the_first_start_is_chosen_anew(
-    own_server: PostgresServer, tmp_path: Path
-) -> None:
+async def test_a_chosen_port_that_is_lost_before_the_first_start_is_chosen_anew(tmp_path: Path) -> None:
     server = PostgresServer(tmp_path)
     lost = server.port
     with socket.create_server(("127.0.0.1", lost)):
