@@ -118,6 +118,8 @@ class InboxConsumer(BackgroundService, Generic[M]):
     async def _consume(self) -> None:
         """Be a member of the group until the service is to stop. Raises KafkaFailure: begin anew then."""
         group = self._settings.group
+        if self.readiness.state == State.DOWN:
+            self.readiness = Readiness(State.DEGRADED, f"joining group {group} of {', '.join(self._handler.topics)}")
         consumer = GroupConsumer(
             self._kafka,
             self._membership(),
