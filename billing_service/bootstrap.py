@@ -113,7 +113,7 @@ def _executor(settings: BillingServiceSettings, database: Database) -> list[Serv
     notifier.name = "outbox-notifier"
     executor = ChargeExecutor(
         UnitsOfWork(database, EventWriter(signal=notifier.signal)),
-        _gateway(settings),
+        gateway(settings),
         settings.executor(),
         CircuitBreaker(
             settings.executor_calls_at_once,
@@ -126,7 +126,8 @@ def _executor(settings: BillingServiceSettings, database: Database) -> list[Serv
     return [notifier, executor, listener]
 
 
-def _gateway(settings: BillingServiceSettings) -> HttpPaymentGateway:
+def gateway(settings: BillingServiceSettings) -> HttpPaymentGateway:
+    """Return the client of the payment provider, closed."""
     return HttpPaymentGateway(
         str(settings.payment_provider_url),
         api_key=settings.payment_provider_api_key,

@@ -47,6 +47,7 @@ class CircuitBreaker:
     ) -> None:
         self._calls_at_once = calls_at_once
         self._failures_to_open = failures_to_open
+        self._most_pause_seconds = most_pause_seconds
         self._backoff = Backoff(first_pause_seconds, most_pause_seconds)
         self._clock = clock
         self._limit = calls_at_once
@@ -94,7 +95,8 @@ class CircuitBreaker:
                 self._failed(f"the provider answers {status}; check its address and the API key", probe=probe, now=True)
             case SlowDown(retry_after):
                 self._limit = max(1, self._limit // 2)
-                self._pause(1.0 if retry_after is None else retry_after)
+                # The refused charge waits as long as it was told to; the others must not wait for an hour with it.
+                self._pause(min(1.0 if retry_after is None else retry_after, self._most_pause_seconds))
             case StillRunning() | Aborted():
                 pass
             case _:

@@ -52,6 +52,7 @@ class ReviewReason(enum.StrEnum):
     KEY_REUSED = "key_reused"  # the provider knows our key with another body
     REQUEST_REFUSED = "request_refused"  # the provider says that these bytes can never be accepted
     ANSWER_CONTRADICTS = "answer_contradicts"  # the provider confirms another payment than the one asked for
+    UNCHARGEABLE = "unchargeable"  # no request can be made of it, such as in a currency that exists no more
     IDEMPOTENCY_WINDOW_PASSED = "idempotency_window_passed"  # the key protects no longer (field report F42)
 
 

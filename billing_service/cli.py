@@ -6,10 +6,12 @@ from typing import Annotated
 
 import typer
 
-from billing_service.bootstrap import ROLES, build, owned_topics
+from billing_service.bootstrap import ROLES, build, gateway, owned_topics
+from billing_service.reviews import open_reviews
 from billing_service.settings import BillingServiceSettings
 from billing_service.tables import metadata
 from shared import cli, telemetry
+from shared.database import Database
 
 NAME = "billing-service"
 app = typer.Typer(name=NAME, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -66,6 +68,25 @@ def topics(wait_seconds: Wait = 30.0) -> None:
         settings = BillingServiceSettings()
         telemetry.configure(NAME, level=settings.log_level, json_lines=settings.log_json)
         cli.run_to_end(cli.make_topics(settings.kafka("topics"), owned_topics(settings), wait_seconds))
+
+
+@app.command()
+def reviews() -> None:
+    """List the charges that wait for a person, with what the provider's ledger has for each."""
+    with cli.readable_errors(NAME):
+        cli.run_to_end(_list_reviews(BillingServiceSettings()))
+
+
+async def _list_reviews(settings: BillingServiceSettings) -> None:
+    database = Database(settings.database("reviews", pool_size=1))
+    provider = gateway(settings)
+    await provider.open()
+    try:
+        async for review in open_reviews(database, provider):
+            typer.echo(review.describe())
+    finally:
+        await provider.close()
+        await database.close()
 
 
 def main() -> None:

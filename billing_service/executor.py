@@ -27,9 +27,9 @@ from billing_service.charge import (
     Outcome,
     RetryPolicy,
     Review,
-    ReviewReason,
     Settle,
     TryAgain,
+    Unknown,
     next_step,
 )
 from billing_service.events import PaymentEvent
@@ -177,9 +177,9 @@ class ChargeExecutor(BackgroundService):
                 self._settings.lease_seconds,
                 self._settings.idempotency_window_seconds,
             )
-        for order_id in claims.past_window:
-            metrics.REVIEWS.labels(ReviewReason.IDEMPOTENCY_WINDOW_PASSED).inc()
-            log.error("executor.needs_review", order_id=order_id, reason=ReviewReason.IDEMPOTENCY_WINDOW_PASSED)
+        for order_id, reason in claims.reviewed:
+            metrics.REVIEWS.labels(reason).inc()
+            log.error("executor.needs_review", order_id=order_id, reason=reason)
         for claimed in claims.claimed:
             failpoints.hit("C1")
             attempt = asyncio.create_task(self._attempt(claimed, lease_ends, self.breaker.begin()))
@@ -232,7 +232,12 @@ class ChargeExecutor(BackgroundService):
             await asyncio.wait({call})
         finally:
             self._calls.discard(call)
-        return Aborted() if call.cancelled() else call.result()
+        if call.cancelled():
+            return Aborted()
+        if (error := call.exception()) is not None:
+            log.error("executor.call_failed", order_id=claimed.order_id, error=describe(error), exc_info=error)
+            return Unknown("client_fault")
+        return call.result()
 
     # --------------------------------------------------------------------------------------------- record
 

@@ -102,10 +102,10 @@ _CONFLICTING = text("""
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """Result of a claim: charges to send, and orders whose charge went to a person for its key protects no longer."""
+    """Result of a claim: charges to send, and orders whose charge went to a person instead, with the reason."""
 
     claimed: Sequence[ClaimedCharge]
-    past_window: Sequence[int]
+    reviewed: Sequence[tuple[int, ReviewReason]]
 
 
 async def claim_due(
@@ -116,17 +116,23 @@ async def claim_due(
     The first claim fixes the request's bytes and begins the idempotency window; a charge whose window of
     `window_seconds` has passed goes to `needs_review` instead (field report F42). Time is the database's.
     """
-    rows = (await session.execute(_LOCK_DUE, {"limit": limit, "window_seconds": window_seconds})).all()
-    past_window = [row for row in rows if row.past_window]
-    if past_window:
+    rows = await session.execute(_LOCK_DUE, {"limit": limit, "window_seconds": window_seconds})
+    claimed: list[ClaimedCharge] = []
+    reviewed: list[tuple[UUID, int, ReviewReason]] = []
+    for row in rows:
+        decided = _claimed(row)
+        if isinstance(decided, ClaimedCharge):
+            claimed.append(decided)
+        else:
+            reviewed.append((row.charge_id, row.order_id, decided))
+    if reviewed:
         await session.execute(
             _REVIEW_LOCKED,
             {
-                "charge_ids": [row.charge_id for row in past_window],
-                "reason": str(ReviewReason.IDEMPOTENCY_WINDOW_PASSED),
+                "charge_ids": [charge_id for charge_id, _, _ in reviewed],
+                "reasons": [str(reason) for _, _, reason in reviewed],
             },
         )
-    claimed = [_claimed(row) for row in rows if not row.past_window]
     if claimed:
         await session.execute(
             _LEASE,
@@ -137,7 +143,7 @@ async def claim_due(
                 "lease_seconds": lease_seconds,
             },
         )
-    return Claims(claimed, [row.order_id for row in past_window])
+    return Claims(claimed, [(order_id, reason) for _, order_id, reason in reviewed])
 
 
 _LOCK_DUE = text("""
@@ -152,8 +158,10 @@ _LOCK_DUE = text("""
 """)
 
 _REVIEW_LOCKED = text("""
-    UPDATE charge SET state = 'needs_review', review_reason = :reason, lease_owner = NULL, lease_expires_at = NULL
-    WHERE charge_id = ANY (CAST(:charge_ids AS uuid[]))
+    UPDATE charge
+    SET state = 'needs_review', review_reason = reviewed.reason, lease_owner = NULL, lease_expires_at = NULL
+    FROM unnest(CAST(:charge_ids AS uuid[]), CAST(:reasons AS text[])) AS reviewed (charge_id, reason)
+    WHERE charge.charge_id = reviewed.charge_id
 """)
 
 _LEASE = text("""
@@ -167,7 +175,13 @@ _LEASE = text("""
 """)
 
 
-def _claimed(row: Row[Any]) -> ClaimedCharge:
+def _claimed(row: Row[Any]) -> ClaimedCharge | ReviewReason:
+    if row.past_window:
+        return ReviewReason.IDEMPOTENCY_WINDOW_PASSED
+    try:
+        request = row.request or canonical_request(row.order_id, row.amount, row.currency)
+    except ValueError:
+        return ReviewReason.UNCHARGEABLE  # alone: raising would keep every other charge from its turn
     return ClaimedCharge(
         charge_id=row.charge_id,
         order_id=row.order_id,
@@ -175,7 +189,7 @@ def _claimed(row: Row[Any]) -> ClaimedCharge:
         amount=row.amount,
         currency=row.currency,
         attempt=row.attempt + 1,
-        request=row.request or canonical_request(row.order_id, row.amount, row.currency),
+        request=request,
         traceparent=row.traceparent,
     )
 

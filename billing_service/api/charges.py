@@ -41,14 +41,11 @@ class ChargeView(BaseModel):
 
     @classmethod
     def of(cls, charge: Charge) -> Self:
-        amount = None
-        if charge.amount is not None and charge.currency is not None:
-            amount = format_amount(charge.amount, charge.currency)
         return cls(
             charge_id=charge.charge_id,
             order_id=charge.order_id,
             event_id=charge.event_id,
-            amount=amount,
+            amount=_amount(charge),
             currency=charge.currency,
             state=charge.state,
             requested_at=charge.requested_at,
@@ -60,6 +57,15 @@ class ChargeView(BaseModel):
             review_reason=charge.review_reason,
             settled_at=charge.settled_at,
         )
+
+
+def _amount(charge: Charge) -> str | None:
+    if charge.amount is None or charge.currency is None:
+        return None
+    try:
+        return format_amount(charge.amount, charge.currency)
+    except ValueError:  # of a currency that exists no more: one such charge must not hide its page
+        return format(charge.amount, "f")
 
 
 class ChargePage(BaseModel):

@@ -207,6 +207,17 @@ async def test_f42_past_the_idempotency_window_a_person_decides(billing: Billing
     assert [key for key, _ in gateway.sent] == [str(fresh.event_id)]
 
 
+async def test_a_charge_that_no_request_can_be_made_of_goes_to_a_person_alone(
+    billing: BillingUnderTest, provider: Provider
+) -> None:
+    impossible, good = new_charge(order(), currency="ZZZ"), new_charge(order())
+    await billing.request(impossible, good)
+    async with running([billing.executor(provider.url)]):
+        [reviewed, settled] = await billing.settled(impossible.order_id, good.order_id)
+    assert (reviewed.state, reviewed.review_reason, reviewed.attempt) == ("needs_review", "unchargeable", 0)
+    assert settled.state == "captured"
+
+
 class Lying:
     """A provider that confirms whatever it is told to."""
 
@@ -316,6 +327,23 @@ async def test_executors_under_faults_capture_every_order_once(billing: BillingU
         [payment] = await provider.payments(charge.order_id)
         assert Decimal(payment["amount"]) == charge.amount
     assert sorted(event["order_id"] for event in await billing.events()) == sorted(c.order_id for c in charges)
+
+
+async def test_a_client_that_fails_unexpectedly_costs_an_attempt_and_no_slot(billing: BillingUnderTest) -> None:
+    charge = new_charge(order())
+    await billing.request(charge)
+
+    class Faulty(Lying):
+        async def charge(self, claimed: ClaimedCharge, deadline_seconds: float) -> Outcome:
+            self.calls += 1
+            if self.calls < 5:
+                raise KeyError("a fault of ours")
+            return Captured("p-1")
+
+    breaker = CircuitBreaker(1, failures_to_open=1, first_pause_seconds=0.05, most_pause_seconds=0.1)
+    async with running([billing.executor(Faulty(), breaker, calls_at_once=1)]):
+        [settled] = await billing.settled(charge.order_id)
+    assert (settled.state, settled.attempt) == ("captured", 5)
 
 
 # -------------------------------------------------------------------------------- a provider that is away
@@ -491,6 +519,24 @@ async def test_statements_for_a_batch_of_charges_do_not_grow_with_it(billing: Bi
         writes = [statement for statement in statements if not statement.startswith("SELECT")]
     assert len(writes) == 2, writes
     assert len(await billing.events()) == 16
+
+
+async def test_no_transaction_is_open_while_the_provider_is_asked(billing: BillingUnderTest) -> None:
+    charge = new_charge(order())
+    await billing.request(charge)
+    slow = Lying(Captured("p-1"))
+    async with running([billing.executor(slow, poll_seconds=30.0)]):
+        await asyncio.wait_for(slow.called.wait(), 10)
+        async with billing.database.engine.connect() as connection:
+            open_transactions = await connection.execute(
+                text(
+                    "SELECT count(*) FROM pg_stat_activity"
+                    " WHERE datname = current_database() AND pid <> pg_backend_pid() AND xact_start IS NOT NULL"
+                )
+            )
+            assert open_transactions.scalar_one() == 0
+        slow.release.set()
+        await billing.settled(charge.order_id)
 
 
 async def test_the_request_is_fixed_at_the_first_claim(billing: BillingUnderTest, provider: Provider) -> None:

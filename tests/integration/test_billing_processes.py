@@ -132,7 +132,7 @@ async def test_an_executor_stops_cleanly_and_leaves_no_lease(
 async def test_the_api_pages_charges_by_order_and_state(
     billing: BillingUnderTest, provider: Provider, database_url: str
 ) -> None:
-    charges = [new_charge(order_id) for order_id in (3, 1, 2, 7, 5)]
+    charges = [new_charge(order_id) for order_id in (3, 1, 2, 7)] + [new_charge(5, currency="ZZZ")]
     await billing.request(*charges)
     await billing.execute(
         "UPDATE charge SET state = 'captured', provider_reference = 'p', settled_at = now() WHERE order_id IN (2, 5)"
@@ -149,6 +149,7 @@ async def test_the_api_pages_charges_by_order_and_state(
         assert second["next"] is None
         _, captured = await get(f"{url}/charges?state=captured")
         assert [charge["order_id"] for charge in captured["charges"]] == [2, 5]
+        assert captured["charges"][1]["amount"] == "19.9900", "a currency that is gone hides no page"
 
         _, of_order = await get(f"{url}/charges?order_id=2")
         [charge] = of_order["charges"]
@@ -204,3 +205,34 @@ async def test_a_provider_that_does_not_know_us_makes_the_executor_degraded(
     assert answer[0] == 200, "degraded is no reason to take the process away"
     assert "404" in answer[1]["checks"]["executor"]["reason"]
     assert (await billing.charge_of(29)).state == "requested"
+
+
+async def test_reviews_show_a_person_what_happened_to_the_money(
+    billing: BillingUnderTest, provider: Provider, database_url: str
+) -> None:
+    unpaid, paid = new_charge(1), new_charge(2)
+    await billing.request(unpaid, paid, new_charge(3))
+    await billing.execute(
+        "UPDATE charge SET state = 'needs_review', review_reason = 'idempotency_window_passed' WHERE order_id < 3"
+    )
+    assert await provider.charge(str(paid.event_id), 2, "19.99") == 201
+    assert await provider.charge("somebody-else", 2, "5.00") == 201
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", "from billing_service.cli import main; main()", "reviews"),
+        env={
+            **os.environ,
+            "BILLING_SERVICE_DATABASE_URL": database_url,
+            "BILLING_SERVICE_PAYMENT_PROVIDER_URL": provider.url,
+        },
+        cwd=REPOSITORY,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    output, _ = await asyncio.wait_for(process.communicate(), DEADLINE_SECONDS)
+    first, second = output.decode().splitlines()
+    assert process.returncode == 0
+    assert first.startswith("order 1 ")
+    assert "idempotency_window_passed; the provider has no payment" in first
+    assert second.startswith("order 2 ")
+    assert "captured 19.99 EUR" in second
+    assert "(our key)" in second
+    assert "(another key)" in second

@@ -128,3 +128,11 @@ def test_slow_down_never_stops_for_good(breaker: CircuitBreaker, clock: Clock) -
         breaker.record(SlowDown())
     clock.now += 1
     assert breaker.allowance(0) == 1
+
+
+def test_a_long_retry_after_of_one_charge_does_not_stop_the_others_for_long(
+    breaker: CircuitBreaker, clock: Clock
+) -> None:
+    breaker.record(SlowDown(3600.0))
+    clock.now += 30
+    assert breaker.allowance(0) == 4
