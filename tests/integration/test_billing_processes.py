@@ -3,12 +3,9 @@
 import asyncio
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import aiohttp
@@ -18,7 +15,9 @@ from tests.support.billing import (
     REPOSITORY,
     BillingUnderTest,
     Provider,
+    billing_process,
     billing_under_test,
+    get,
     new_charge,
     running_provider,
 )
@@ -36,50 +35,6 @@ async def billing(database_url: str) -> AsyncIterator[BillingUnderTest]:
 async def provider(tmp_path: Path) -> AsyncIterator[Provider]:
     async with running_provider(tmp_path / "ledger.sqlite3") as provider:
         yield provider
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
-@asynccontextmanager
-async def billing_process(
-    *roles: str, database_url: str, provider_url: str, failpoint: str = "", **settings: str
-) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """A `billing-service run` process and its address."""
-    port = _free_port()
-    environment = {
-        **os.environ,
-        "BILLING_SERVICE_DATABASE_URL": database_url,
-        "BILLING_SERVICE_PAYMENT_PROVIDER_URL": provider_url,
-        "BILLING_SERVICE_EXECUTOR_CALL_DEADLINE_SECONDS": "1",
-        "BILLING_SERVICE_EXECUTOR_LEASE_SECONDS": "6",
-        "CHARGEONCE_FAILPOINTS": failpoint,
-        **settings,
-    }
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", "from billing_service.cli import main; main()", "run", *roles, f"--port={port}"),
-        env=environment,
-        cwd=REPOSITORY,
-    )
-    try:
-        yield process, f"http://127.0.0.1:{port}"
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-
-
-async def get(url: str) -> tuple[int, Any]:
-    """An answer of a process that may still be starting."""
-    async with asyncio.timeout(DEADLINE_SECONDS), aiohttp.ClientSession() as session:
-        while True:
-            try:
-                async with session.get(url) as response:
-                    return response.status, await response.json()
-            except aiohttp.ClientConnectionError:
-                await asyncio.sleep(0.05)
 
 
 @pytest.mark.parametrize("failpoint", ["C1", "C2", "C3", "C4", "C5"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -197,3 +199,47 @@ async def billing_under_test(url: str) -> AsyncIterator[BillingUnderTest]:
         yield BillingUnderTest(database, UnitsOfWork(database, EventWriter()))
     finally:
         await database.close()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@asynccontextmanager
+async def billing_process(
+    *roles: str, database_url: str, provider_url: str, failpoint: str = "", **settings: str
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """A `billing-service run` process and its address."""
+    port = _free_port()
+    environment = {
+        **os.environ,
+        "BILLING_SERVICE_DATABASE_URL": database_url,
+        "BILLING_SERVICE_PAYMENT_PROVIDER_URL": provider_url,
+        "BILLING_SERVICE_EXECUTOR_CALL_DEADLINE_SECONDS": "1",
+        "BILLING_SERVICE_EXECUTOR_LEASE_SECONDS": "6",
+        "CHARGEONCE_FAILPOINTS": failpoint,
+        **settings,
+    }
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", "from billing_service.cli import main; main()", "run", *roles, f"--port={port}"),
+        env=environment,
+        cwd=REPOSITORY,
+    )
+    try:
+        yield process, f"http://127.0.0.1:{port}"
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def get(url: str) -> tuple[int, Any]:
+    """An answer of a process that may still be starting."""
+    async with asyncio.timeout(DEADLINE_SECONDS), aiohttp.ClientSession() as session:
+        while True:
+            try:
+                async with session.get(url) as response:
+                    return response.status, await response.json()
+            except aiohttp.ClientConnectionError:
+                await asyncio.sleep(0.05)
