@@ -80,6 +80,8 @@ class Settled:
 def receive(handler: Handler[M], record: ConsumedRecord) -> Received[M]:
     """Read one record. Whatever is wrong with it is an outcome, never an error."""
     digest = hashlib.sha256(record.value or b"").digest()
+    if record.damage:
+        return Unreadable(record, None, MessageRejected("unreadable_record", record.damage), digest)
     try:
         message = handler.decode(record)
     except MessageRejected as rejection:

@@ -26,7 +26,7 @@ from shared.errors import KafkaFailure, Refused, constraint_name, is_transient, 
 from shared.inbox import metrics
 from shared.inbox.batch import BatchSettler, Received, Settled, is_events_fault, receive
 from shared.inbox.messages import Handler, M
-from shared.kafka.consumer import ConsumerSettings, GroupConsumer
+from shared.kafka.consumer import ConsumerSettings, GroupConsumer, UndecodableRecord
 from shared.kafka.records import ConsumedRecord, Fetched, Partition
 from shared.kafka.settings import KafkaSettings
 from shared.lifecycle import READY, BackgroundService, Readiness, State, describe
@@ -102,6 +102,7 @@ class InboxConsumer(BackgroundService, Generic[M]):
             group=settings.group, units=units, handler=handler, deadline_seconds=settings.batch_deadline_seconds
         )
         self._client: GroupConsumer | None = None
+        self._one_by_one = False
         self._no_batch_in_hand = asyncio.Event()
         self._no_batch_in_hand.set()
         self._rebalancing = False
@@ -111,6 +112,9 @@ class InboxConsumer(BackgroundService, Generic[M]):
     async def run(self) -> None:
         try:
             await self._consume()
+        except UndecodableRecord as failure:
+            self._degraded(failure.detail)
+            self._one_by_one = True
         except KafkaFailure as failure:
             self._degraded(failure.detail)
             await self.pause(self.backoff.next_seconds())
@@ -125,7 +129,9 @@ class InboxConsumer(BackgroundService, Generic[M]):
             self._membership(),
             before_rebalance=self._finish_batch,
             after_rebalance=self._rebalanced,
+            one_by_one=self._one_by_one,
         )
+        self._one_by_one = False
         self._client = consumer
         self._rebalancing = False
         self._skipped_offsets = 0

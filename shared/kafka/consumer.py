@@ -4,6 +4,9 @@ Written against aiokafka 0.14; what it does that matters here:
 - `getmany` waits without limit while the group rebalances, and cancelling it corrupts its idle clock, so a poll is a
   task that may outlive the wait for it. An error out of it may have moved positions past records that it did not
   return: after any error this client is closed and a new one begins at the committed offsets.
+- One record with a header name that is not UTF-8 breaks every poll that reaches it, so the next client goes over it
+  `one_by_one`: it and what follows in its producer's batch, which is decoded from its start only, become damaged
+  records with nothing but a place. Kafka's own clients write no such header.
 - A rebalance is eager: every partition is revoked, pauses are forgotten, positions go back to the committed offsets.
   So the assignments are numbered (`epoch`, raised by each revoke), and what belongs to an older one is void.
 - `commit` tries again for ever, JoinGroup waits for the slowest member, and `stop` waits for both (F20, F22).
@@ -35,6 +38,7 @@ log = structlog.get_logger(__name__)
 _SILENT_SECONDS = 10.0  # a fetch is answered within half a second, records or not
 _MEMBERSHIP_LOSSES = 3  # within a minute: more than a broker restart causes
 _JOIN_MARGIN_SECONDS = 5.0
+_ONE_BY_ONE_SECONDS = 60.0  # after the last damaged record: they seldom come alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,10 @@ class ConsumerSettings:
         return self.rebalance_timeout_seconds + 2 * _JOIN_MARGIN_SECONDS
 
 
+class UndecodableRecord(KafkaFailure):
+    """A poll met a record that the client cannot decode. Begin anew with `one_by_one`."""
+
+
 class GroupConsumer:
     """One membership: start, poll and commit, close. Not reusable after an error or `close`."""
 
@@ -66,6 +74,7 @@ class GroupConsumer:
         *,
         before_rebalance: Callable[[], Awaitable[None]],
         after_rebalance: Callable[[], None],
+        one_by_one: bool = False,
     ) -> None:
         self._settings = settings
         self._before_rebalance = before_rebalance
@@ -78,6 +87,7 @@ class GroupConsumer:
         self._expected: dict[Partition, int] = {}
         self._active_at = time.monotonic()
         self._membership_losses: list[float] = []
+        self._one_by_one_until = time.monotonic() + _ONE_BY_ONE_SECONDS if one_by_one else 0.0
         self.epoch = 0
         self.skipped_offsets = 0
 
@@ -240,13 +250,38 @@ class GroupConsumer:
 
     async def _fetch(self, max_records: int, wait_seconds: float) -> Fetched:
         try:
-            fetched = await self._consumer.getmany(timeout_ms=int(wait_seconds * 1000), max_records=max_records)
+            if time.monotonic() < self._one_by_one_until:
+                records = await self._one_by_one(max_records, wait_seconds)
+            else:
+                fetched = await self._consumer.getmany(timeout_ms=int(wait_seconds * 1000), max_records=max_records)
+                records = [_record(record) for records in fetched.values() for record in records]
         except KafkaError as error:
             raise _failure(error) from error
-        records = tuple(_record(record) for records in fetched.values() for record in records)
+        except UnicodeDecodeError as error:
+            raise UndecodableRecord("a record cannot be decoded; looking for it one by one") from error
         if records:
             self._active_at = time.monotonic()
         return Fetched(records, self.epoch)
+
+    async def _one_by_one(self, max_records: int, wait_seconds: float) -> list[ConsumedRecord]:
+        """Poll as `getmany` does, but so that an undecodable record shows its place and is passed over."""
+        records: list[ConsumedRecord] = []
+        for partition in sorted(self._consumer.assignment()):
+            while len(records) < max_records:
+                try:
+                    fetched = await self._consumer.getmany(partition, timeout_ms=0, max_records=1)
+                except UnicodeDecodeError as error:
+                    offset = await self._consumer.position(partition)
+                    self._consumer.seek(partition, offset + 1)
+                    self._one_by_one_until = time.monotonic() + _ONE_BY_ONE_SECONDS
+                    records.append(_damaged(partition, offset, error))
+                    continue
+                if not fetched:
+                    break
+                records += [_record(record) for record in fetched[partition]]
+        if not records:
+            await asyncio.sleep(min(0.1, wait_seconds))
+        return records
 
     def _note_skipped(self, fetched: Fetched) -> None:
         """Be loud about records that were gone before they were read: expired, or offsets reset (field report F28)."""
@@ -342,6 +377,11 @@ def _record(record: ConsumerRecord) -> ConsumedRecord:
     return ConsumedRecord(
         record.topic, record.partition, record.offset, record.key, record.value, record.headers, record.timestamp
     )
+
+
+def _damaged(partition: TopicPartition, offset: int, error: UnicodeDecodeError) -> ConsumedRecord:
+    damage = f"a header name in its batch, here or before, is not UTF-8: {error.reason}"
+    return ConsumedRecord(partition.topic, partition.partition, offset, None, None, (), 0, damage)
 
 
 def _failure(error: KafkaError) -> KafkaFailure:

@@ -16,7 +16,10 @@ class Partition(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ConsumedRecord:
-    """One record as it lies in the log. Headers are a list: a name may repeat, a value may be null or not UTF-8."""
+    """One record as it lies in the log. Headers are a list: a name may repeat, a value may be null or not UTF-8.
+
+    `damage` tells why the client could not decode the record; everything but its place is then missing.
+    """
 
     topic: str
     partition: int
@@ -25,6 +28,7 @@ class ConsumedRecord:
     value: bytes | None = field(repr=False)
     headers: tuple[tuple[str, bytes | None], ...] = field(repr=False)
     timestamp_ms: int
+    damage: str = ""
 
     @property
     def source(self) -> Partition:

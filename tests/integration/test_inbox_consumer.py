@@ -127,6 +127,22 @@ async def test_poison_of_every_kind_stops_nothing(inbox: InboxUnderTest) -> None
     assert await inbox.letters() == {"tombstone": 1, "not_json": 1, "event_id_mismatch": 1}
 
 
+async def test_f30_records_that_the_client_cannot_decode_stop_nothing(inbox: InboxUnderTest) -> None:
+    await inbox.produce(*(payload(number) for number in range(60)))
+    await inbox.produce_undecodable(partition=2)
+    await inbox.produce(*(payload(number) for number in range(60, 120)))
+    await inbox.produce_undecodable(partition=4)
+    async with inbox.consuming() as consumer:
+        await inbox.settled(126)
+        await inbox.produce(payload(200))
+        await inbox.settled(127)
+        await until(lambda: consumer.ready() == READY)
+    assert await inbox.numbers() == [*range(120), 200, 901, 901]
+    letters = await inbox.rows("SELECT reason, source_partition, payload FROM dead_letter ORDER BY source_partition")
+    assert letters == [("unreadable_record", partition, None) for partition in (2, 2, 4, 4)]
+    assert await committed(inbox) == 127
+
+
 async def test_a_record_larger_than_the_fetch_size_is_handled(inbox: InboxUnderTest) -> None:
     await inbox.produce(payload(1), b"x" * 1_000_000, payload(2), partition=0)
     async with inbox.consuming(max_batch_records=1):

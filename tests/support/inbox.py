@@ -12,10 +12,11 @@ from typing import Any
 from uuid import UUID
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka.record.util import calc_crc32c as crc32c
 from sqlalchemy import text
 
 from shared.database import Database
-from shared.errors import MessageRejected
+from shared.errors import MessageRejected, is_transient
 from shared.identifiers import new_event_id
 from shared.inbox.batch import BatchSettler, Settled, receive
 from shared.inbox.consumer import InboxConsumer, InboxSettings
@@ -153,6 +154,22 @@ class InboxUnderTest:
         finally:
             await producer.stop()
 
+    async def produce_undecodable(self, partition: int) -> None:
+        """Write three records in one batch; a header name of the middle one is not UTF-8."""
+        producer = AIOKafkaProducer(bootstrap_servers=self.kafka.bootstrap_servers, acks="all")
+        await producer.start()
+        try:
+            batch = producer.create_batch()
+            for value, name in ((payload(901), "good"), (payload(902), "damaged"), (payload(903), "good")):
+                batch.append(timestamp=None, key=b"key", value=value, headers=[(name, b"")])
+            content = bytearray(batch._build())
+            content[content.index(b"damaged")] = 0xFF
+            content[17:21] = crc32c(bytes(content[21:])).to_bytes(4, "big")
+            batch._buffer = bytes(content)
+            await (await producer.send_batch(batch, self.topic, partition=partition))
+        finally:
+            await producer.stop()
+
     async def forget_offsets(self) -> None:
         """Let the group begin anew: commit offset 0 everywhere."""
         consumer = AIOKafkaConsumer(
@@ -211,13 +228,18 @@ class InboxUnderTest:
             return await inbox_summary(session, self.group)
 
     async def settled(self, records: int, deadline_seconds: float = 60.0) -> InboxSummary:
-        """Wait until so many records are settled, whatever became of each."""
+        """Wait until so many records are settled, whatever became of each; an outage of the database is waited out."""
         async with asyncio.timeout(deadline_seconds):
             while True:
-                summary = await self.summary()
-                total = summary.handled + summary.duplicates_absorbed + summary.dead + summary.outside_window
-                if total >= records:
-                    return summary
+                try:
+                    summary = await self.summary()
+                except Exception as error:
+                    if not is_transient(error):
+                        raise
+                else:
+                    total = summary.handled + summary.duplicates_absorbed + summary.dead + summary.outside_window
+                    if total >= records:
+                        return summary
                 await asyncio.sleep(0.05)
 
 
