@@ -14,13 +14,18 @@ from shared.money import format_amount
 
 def audit_view(result: AuditResult) -> RenderableType:
     """Return sums, counts, findings and verdict, to be printed by rich."""
-    return Group(_sums(result), _counts(result), *_findings(result), _verdict(result))
+    return Group(audit_tables(result), Text(result.verdict(), style="bold green" if result.clean else "bold red"))
+
+
+def audit_tables(result: AuditResult) -> RenderableType:
+    """Return sums, counts and findings, to be printed by rich."""
+    return Group(_sums(result), _counts(result), *_findings(result))
 
 
 def _sums(result: AuditResult) -> RenderableType:
     table = Table(title="Money", title_justify="left", title_style="bold")
     table.add_column("currency")
-    for name in ("orders", "charged", "paid at the provider", "declined", "on its way"):
+    for name in ("orders", "charged", "provider", "declined", "on its way"):
         table.add_column(name, justify="right")
     for currency, sums in sorted(result.sums.items()):
         agree = sums.orders == sums.charges_captured + sums.declined and sums.charges_captured == sums.provider_captured
@@ -59,7 +64,3 @@ def _findings(result: AuditResult) -> Iterator[RenderableType]:
         more = result.counts[kind] - len(order_ids)
         ids = ", ".join(map(str, order_ids)) + (f" and {more} more" if more else "")
         yield Text(f"{kind.replace('_', ' ')}: {EXPLANATIONS[kind]}\n  orders {ids}", style="red")
-
-
-def _verdict(result: AuditResult) -> RenderableType:
-    return Text(result.verdict(), style="bold green" if result.clean else "bold red")

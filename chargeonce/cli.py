@@ -116,6 +116,31 @@ def audit(
     raise typer.Exit(0 if result.clean else 1)
 
 
+@app.command()
+def demo(
+    orders: Annotated[int, typer.Option(min=50, max=1_000_000, help="how many orders to create")] = 1000,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="keep databases, ledger and logs also when all went well")
+    ] = False,
+    directory: Annotated[
+        Path | None, typer.Option(help="where reports and, below run/, data go (default: var/demo)")
+    ] = None,
+) -> None:
+    """Create orders, break things on purpose, prove that each order was charged exactly once.
+
+    Exit status: 0 proved, 1 not proved, 2 when it could not be run.
+    """
+    from chargeonce.demo import Demo  # here: it draws pictures, half a second that the other commands save
+
+    with _readable_errors():
+        try:
+            story = run_until_signalled(Demo(directory or _var("demo"), orders, keep=keep).run())
+        except Interrupted as interrupted:
+            sys.stderr.write("chargeonce: interrupted; everything is stopped, no process is left\n")
+            raise typer.Exit(interrupted.exit_status) from None
+    raise typer.Exit(0 if story.passed else 1)
+
+
 def main() -> None:
     """Entry point of the console command."""
     app()

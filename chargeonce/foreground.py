@@ -72,15 +72,14 @@ async def up(directory: Path, port_base: int) -> None:
         on_exit=lambda name, status: lines("chargeonce", _ending(name, status)) if name in PROCESSES else None,
     )
     lines("chargeonce", f"starting PostgreSQL, Kafka and {len(PROCESSES)} processes; data in {directory}")
-    await system.start()
     try:
-        for line in _welcome(system):
-            lines("chargeonce", line)
-        await system.keep_servers()
-    finally:
-        lines("chargeonce", "stopping")
-        await system.stop()
+        async with system:
+            for line in _welcome(system):
+                lines("chargeonce", line)
+            await system.keep_servers()
+    except asyncio.CancelledError:
         lines("chargeonce", "everything is stopped; no process is left")
+        raise
 
 
 def _ending(name: str, status: int) -> str:
@@ -129,11 +128,11 @@ async def run_stack(directory: Path, postgres_port: int | None, kafka_port: int 
         kafka_port_setting="--kafka-port",
     )
     try:
-        await stack.start()
-        lines("stack", f"PostgreSQL  {stack.postgres.dsn()}")
-        lines("stack", f"Kafka       {stack.kafka.bootstrap_servers}")
-        lines("stack", f"data in {directory}; Ctrl-C stops both")
-        await asyncio.Event().wait()
-    finally:
-        await stack.stop()
+        async with stack:
+            lines("stack", f"PostgreSQL  {stack.postgres.dsn()}")
+            lines("stack", f"Kafka       {stack.kafka.bootstrap_servers}")
+            lines("stack", f"data in {directory}; Ctrl-C stops both")
+            await asyncio.Event().wait()
+    except asyncio.CancelledError:
         lines("stack", "everything is stopped; no process is left")
+        raise

@@ -149,9 +149,10 @@ class System:
 
     # ------------------------------------------------------------------------------------- the whole of it
 
-    async def start(self, names: Iterable[str] = PROCESSES) -> None:
+    async def start(self, names: Iterable[str] = PROCESSES, told: Callable[[str], None] = lambda _step: None) -> None:
         """Start PostgreSQL and Kafka, prepare databases and topics, start the named processes, wait for all.
 
+        `told` hears of each step that is done.
         Raises DirectoryInUseError (another run has the directory), PortTakenError, StartFailedError with the end of
         the log that tells why, or another StackError. What was started is stopped then.
         """
@@ -159,8 +160,12 @@ class System:
             self.hold()
             self._check_ports()
             await self.stack.start()
+            told("PostgreSQL and Kafka run")
             await self.prepare()
-            await self.start_processes(names)
+            told("databases and topics are made")
+            chosen = tuple(names)
+            await self.start_processes(chosen)
+            told(f"{len(chosen)} processes are ready")
         except BaseException:
             await self.stop()
             raise
@@ -221,6 +226,12 @@ class System:
         for name in ("logs", "payment-provider"):
             shutil.rmtree(self.directory / name, ignore_errors=True)
 
+    def remove(self) -> None:
+        """Delete the directory and all that belongs to it elsewhere. Raises StackError while a run uses it."""
+        self.empty()
+        self.stack.remove()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
     # ------------------------------------------------------------------------------------- single processes
 
     async def start_process(
@@ -263,6 +274,10 @@ class System:
         except TimeoutError:
             raise StackError(f"{name} (pid {pid}) did not end within {deadline_seconds:g} s of {number.name}") from None
         return pid
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """Signal a process and everything in its group, without waiting. KeyError for an unknown name."""
+        self._supervisor.kill(name, number)
 
     async def stop_process(self, name: str) -> None:
         """SIGTERM, deadline, SIGKILL. It stays down."""
