@@ -17,32 +17,24 @@ from billing_service.handlers import OrderConfirmedHandler
 from billing_service.metrics import ChargeMonitor
 from billing_service.settings import BillingServiceSettings
 from shared.database import Database
-from shared.inbox.consumer import InboxConsumer, InboxSettings
+from shared.inbox.consumer import InboxConsumer
 from shared.inbox.upkeep import InboxUpkeep
 from shared.kafka.topics import TopicSpec
 from shared.lifecycle import Service
 from shared.outbox.append import EventWriter
-from shared.outbox.bootstrap import OutboxSettings, relay_services
+from shared.outbox.bootstrap import relay_services
 from shared.outbox.log import relay_database
+from shared.settings import OUTBOX_CHANNEL
 from shared.unit_of_work import UnitsOfWork
 from shared.wakeup import Listener, Notifier
 from shared.web import create_app
 
 ROLES = ("api", "consumer", "executor", "relay")
-OUTBOX_CHANNEL = "outbox_event"
 
 
 def owned_topics(settings: BillingServiceSettings) -> list[TopicSpec]:
     """Return the topics that this service writes."""
-    return [
-        TopicSpec(
-            PAYMENT_TOPIC,
-            settings.topic_partitions,
-            settings.topic_replication_factor,
-            settings.topic_min_insync_replicas,
-            settings.topic_retention_days,
-        )
-    ]
+    return [settings.topic(PAYMENT_TOPIC)]
 
 
 def build(settings: BillingServiceSettings, roles: Collection[str] = ROLES) -> FastAPI:
@@ -55,7 +47,7 @@ def build(settings: BillingServiceSettings, roles: Collection[str] = ROLES) -> F
     if "relay" in roles:
         relay_pool = relay_database(settings.database("relay", pool_size=4))
         other_databases.append(relay_pool)
-        services += relay_services(relay_pool, _outbox(settings))
+        services += relay_services(relay_pool, settings.outbox())
     if "consumer" in roles:
         services += _consumer(settings, database)
     if "executor" in roles:
@@ -74,31 +66,12 @@ def build(settings: BillingServiceSettings, roles: Collection[str] = ROLES) -> F
     return app
 
 
-def _outbox(settings: BillingServiceSettings) -> OutboxSettings:
-    return OutboxSettings(
-        listen_dsn=settings.listen_dsn,
-        channel=OUTBOX_CHANNEL,
-        kafka=settings.kafka("relay"),
-        lease_seconds=settings.relay_lease_seconds,
-        poll_seconds=settings.relay_poll_seconds,
-        delivery_deadline_seconds=settings.relay_delivery_deadline_seconds,
-        retention_hours=settings.outbox_retention_hours,
-        backlog_degraded_after_seconds=settings.backlog_degraded_after_seconds,
-    )
-
-
 def _consumer(settings: BillingServiceSettings, database: Database) -> list[Service]:
     """Order events become charges; the executor is woken after each commit."""
     notifier = Notifier(settings.listen_dsn, CHARGE_CHANNEL)
     notifier.name = "charge-notifier"
-    inbox = InboxSettings(
-        group=settings.consumer_group,
-        instance_id=settings.consumer_instance_id,
-        session_timeout_seconds=settings.consumer_session_timeout_seconds,
-        dedup_window_days=settings.dedup_window_days,
-    )
     consumer = InboxConsumer(
-        settings=inbox,
+        settings=settings.inbox(),
         kafka=settings.kafka("consumer"),
         database=database,
         units=UnitsOfWork(database),

@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Self
 
 from pydantic import AnyHttpUrl, Field, SecretStr, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
 from billing_service.charge import RetryPolicy
 from billing_service.executor import LEASE_MARGIN_SECONDS, ExecutorSettings
-from shared.database import DatabaseSettings
-from shared.kafka.settings import KafkaSettings
-
-Seconds = Annotated[float, Field(gt=0, le=3600)]
+from shared.settings import Seconds, ServiceSettings
 
 
-class BillingServiceSettings(BaseSettings):
-    """Everything that can be set. The defaults suit development on one machine; production's: docs/operations.md."""
+class BillingServiceSettings(ServiceSettings):
+    """Everything that can be set; shared.settings has what both services share."""
 
-    model_config = SettingsConfigDict(env_prefix="BILLING_SERVICE_", extra="forbid")
+    model_config = SettingsConfigDict(env_prefix="BILLING_SERVICE_")
+    service = "billing-service"
 
     database_url: SecretStr = SecretStr("postgresql://billing_service:billing_service@127.0.0.1:5432/billing_service")
-    database_pool_size: int = Field(10, ge=1, le=200)
-    listen_database_url: SecretStr | None = Field(
-        None, description="for LISTEN when database_url leads through a transaction-pooling proxy"
-    )
-
-    kafka_bootstrap_servers: str = "127.0.0.1:9092"
-    kafka_security_protocol: str = Field("PLAINTEXT", pattern="^(PLAINTEXT|SSL|SASL_PLAINTEXT|SASL_SSL)$")
-    kafka_sasl_mechanism: str = Field("PLAIN", pattern="^(PLAIN|SCRAM-SHA-256|SCRAM-SHA-512)$")
-    kafka_sasl_username: str | None = None
-    kafka_sasl_password: SecretStr | None = None
-
-    topic_partitions: int = Field(12, description="of billing-service.payment; a divisor of 96")
-    topic_replication_factor: int = Field(1, ge=1, le=15)
-    topic_min_insync_replicas: int = Field(1, ge=1, le=15)
-    topic_retention_days: int = Field(7, ge=1, le=365)
-
     consumer_group: str = Field("billing-order-confirmed", min_length=1)
-    consumer_instance_id: str | None = Field(None, description="unique for each process, or unset")
-    consumer_session_timeout_seconds: Seconds = 10.0
-    dedup_window_days: int = Field(30, ge=2, le=400)
+    port: int = Field(8002, ge=1, le=65535)
 
     payment_provider_url: AnyHttpUrl = AnyHttpUrl("http://127.0.0.1:8003")
     payment_provider_api_key: SecretStr | None = None
@@ -57,18 +37,6 @@ class BillingServiceSettings(BaseSettings):
     )
     breaker_failures: int = Field(10, ge=1, le=1000, description="failed calls in a row that pause charging")
     breaker_most_pause_seconds: Seconds = 30.0
-
-    relay_lease_seconds: Seconds = 10.0
-    relay_poll_seconds: Seconds = 0.5
-    relay_delivery_deadline_seconds: Seconds = 45.0
-    outbox_retention_hours: float = Field(72.0, gt=0)
-    backlog_degraded_after_seconds: Seconds = 30.0
-
-    host: str = "127.0.0.1"
-    port: int = Field(8002, ge=1, le=65535)
-    max_body_bytes: int = Field(262_144, ge=1024, le=10_000_000)
-    log_level: str = Field("INFO", pattern="^(DEBUG|INFO|WARNING|ERROR)$")
-    log_json: bool | None = Field(None, description="unset: JSON lines unless standard error is a terminal")
 
     @model_validator(mode="after")
     def _lease_outlives_call(self) -> Self:
@@ -88,31 +56,6 @@ class BillingServiceSettings(BaseSettings):
                 "idempotency_window_hours: no call may reach a provider that has forgotten its key"
             )
         return self
-
-    def database(self, purpose: str, pool_size: int | None = None) -> DatabaseSettings:
-        """Return how to reach the database for a purpose, which shows in pg_stat_activity."""
-        return DatabaseSettings(
-            url=self.database_url.get_secret_value(),
-            application_name=f"billing-service {purpose}",
-            pool_size=pool_size or self.database_pool_size,
-        )
-
-    @property
-    def listen_dsn(self) -> str:
-        """Return the address for LISTEN and NOTIFY in libpq's form."""
-        url = self.listen_database_url or self.database_url
-        return url.get_secret_value().replace("postgresql+asyncpg://", "postgresql://", 1)
-
-    def kafka(self, purpose: str) -> KafkaSettings:
-        """Return how to reach Kafka; the purpose shows as client id in the broker's logs and quotas."""
-        return KafkaSettings(
-            bootstrap_servers=self.kafka_bootstrap_servers,
-            client_id=f"billing-service-{purpose}",
-            security_protocol=self.kafka_security_protocol,
-            sasl_mechanism=self.kafka_sasl_mechanism,
-            sasl_username=self.kafka_sasl_username,
-            sasl_password=self.kafka_sasl_password.get_secret_value() if self.kafka_sasl_password else None,
-        )
 
     def executor(self) -> ExecutorSettings:
         """Return the executor's limits."""

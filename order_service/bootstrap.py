@@ -12,38 +12,30 @@ from order_service.events import ORDER_CONFIRMED_TOPIC
 from order_service.handlers import PaymentHandler
 from order_service.settings import OrderServiceSettings
 from shared.database import Database
-from shared.inbox.consumer import InboxConsumer, InboxSettings
+from shared.inbox.consumer import InboxConsumer
 from shared.inbox.upkeep import InboxUpkeep
 from shared.kafka.topics import TopicSpec
 from shared.lifecycle import Service
 from shared.outbox.append import EventWriter
-from shared.outbox.bootstrap import OutboxSettings, relay_services
+from shared.outbox.bootstrap import relay_services
 from shared.outbox.log import relay_database
 from shared.outbox.upkeep import BacklogMonitor
+from shared.settings import OUTBOX_CHANNEL
 from shared.unit_of_work import UnitsOfWork
 from shared.wakeup import Notifier
 from shared.web import create_app
 
 ROLES = ("api", "relay", "consumer")
-OUTBOX_CHANNEL = "outbox_event"
 
 
 def owned_topics(settings: OrderServiceSettings) -> list[TopicSpec]:
     """Return the topics that this service writes."""
-    return [
-        TopicSpec(
-            ORDER_CONFIRMED_TOPIC,
-            settings.topic_partitions,
-            settings.topic_replication_factor,
-            settings.topic_min_insync_replicas,
-            settings.topic_retention_days,
-        )
-    ]
+    return [settings.topic(ORDER_CONFIRMED_TOPIC)]
 
 
 def build(settings: OrderServiceSettings, roles: Collection[str] = ROLES) -> FastAPI:
     """Return the application of one process with the given roles. Connects to nothing yet."""
-    database = Database(settings.database("api"))
+    database = Database(settings.database("+".join(roles)))
     notifier = Notifier(settings.listen_dsn, OUTBOX_CHANNEL)
     units = UnitsOfWork(database, EventWriter(signal=notifier.signal))
     services: list[Service] = []
@@ -53,10 +45,9 @@ def build(settings: OrderServiceSettings, roles: Collection[str] = ROLES) -> Fas
     if "relay" in roles:
         relay_pool = relay_database(settings.database("relay", pool_size=4))
         other_databases.append(relay_pool)
-        services += relay_services(relay_pool, _outbox(settings))
+        services += relay_services(relay_pool, settings.outbox())
     if "consumer" in roles:
-        upkeep = InboxUpkeep(database, window_days=settings.dedup_window_days)
-        services += [_consumer(settings, database, units), upkeep]
+        services += _consumer(settings, database)
     app = create_app(
         title="Order service",
         version="1",
@@ -71,26 +62,13 @@ def build(settings: OrderServiceSettings, roles: Collection[str] = ROLES) -> Fas
     return app
 
 
-def _outbox(settings: OrderServiceSettings) -> OutboxSettings:
-    return OutboxSettings(
-        listen_dsn=settings.listen_dsn,
-        channel=OUTBOX_CHANNEL,
-        kafka=settings.kafka("relay"),
-        lease_seconds=settings.relay_lease_seconds,
-        poll_seconds=settings.relay_poll_seconds,
-        delivery_deadline_seconds=settings.relay_delivery_deadline_seconds,
-        retention_hours=settings.outbox_retention_hours,
-        backlog_degraded_after_seconds=settings.backlog_degraded_after_seconds,
+def _consumer(settings: OrderServiceSettings, database: Database) -> list[Service]:
+    """Results of payments become the orders' payment status."""
+    consumer = InboxConsumer(
+        settings=settings.inbox(),
+        kafka=settings.kafka("consumer"),
+        database=database,
+        units=UnitsOfWork(database),
+        handler=PaymentHandler(),
     )
-
-
-def _consumer(settings: OrderServiceSettings, database: Database, units: UnitsOfWork) -> Service:
-    inbox = InboxSettings(
-        group=settings.consumer_group,
-        instance_id=settings.consumer_instance_id,
-        session_timeout_seconds=settings.consumer_session_timeout_seconds,
-        dedup_window_days=settings.dedup_window_days,
-    )
-    return InboxConsumer(
-        settings=inbox, kafka=settings.kafka("consumer"), database=database, units=units, handler=PaymentHandler()
-    )
+    return [consumer, InboxUpkeep(database, window_days=settings.dedup_window_days)]

@@ -1,14 +1,18 @@
-"""What the command lines of both services share: running, migrating, making topics, and errors a person can act on."""
+"""What the command lines of both services share: running, migrating, making topics, and errors a person can act on.
 
-from __future__ import annotations
+Annotations are evaluated here, for typer reads those of functions that are made for one service at a time.
+"""
 
 import asyncio
+import difflib
+import os
 import sys
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import structlog
+import typer
 from fastapi import FastAPI
 from pydantic import ValidationError
 from sqlalchemy import MetaData
@@ -17,16 +21,78 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_aft
 
 from shared import failpoints, telemetry
 from shared.database import Database, DatabaseSettings
-from shared.errors import Refused, ServiceError, is_transient
+from shared.errors import Refused, ServiceError, Unavailable, is_transient
 from shared.inbox.upkeep import ensure_partitions
 from shared.kafka.settings import KafkaSettings
 from shared.kafka.topics import TopicSpec, ensure_topics
 from shared.lifecycle import describe
 from shared.migrations import alembic_config, upgrade
 from shared.outbox.topics import register_topics
+from shared.settings import ServiceSettings
 from shared.web import serve
 
 log = structlog.get_logger(__name__)
+
+
+S = TypeVar("S", bound=ServiceSettings)
+Wait = Annotated[float, typer.Option("--wait-seconds", help="how long to wait for a server that is still starting")]
+
+
+def service_app(
+    settings_class: type[S],
+    *,
+    package: str,
+    roles: tuple[str, ...],
+    build: Callable[[S, Collection[str]], FastAPI],
+    metadata: MetaData,
+    owned_topics: Callable[[S], Sequence[TopicSpec]],
+) -> typer.Typer:
+    """Return a service's command line: `run`, `migrate` and `topics`; the service adds what only it has."""
+    name = settings_class.service
+    prefix = name.replace("-", "_").upper()
+    app = typer.Typer(name=name, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+    @app.command()
+    def run(
+        chosen: Annotated[
+            list[str] | None,
+            typer.Argument(metavar="ROLE", help=f"any of: {' '.join(roles)}; all when none is named"),
+        ] = None,
+        host: Annotated[str | None, typer.Option(help=f"overrides {prefix}_HOST")] = None,
+        port: Annotated[int | None, typer.Option(help=f"overrides {prefix}_PORT; serves health for any role")] = None,
+    ) -> None:
+        """Run one process with the named roles until SIGTERM."""
+        with readable_errors(name):
+            settings = _configured(settings_class)
+            playing = check_roles(name, chosen or (), roles)
+            if failpoints.armed():
+                log.warning("failpoints.armed", points=failpoints.armed(), meaning="this process will kill itself")
+            serve(lambda: build(settings, playing), host=host or settings.host, port=port or settings.port)
+
+    @app.command()
+    def migrate(wait_seconds: Wait = 30.0) -> None:
+        """Bring the database to the newest schema and register the topics; safe to run again."""
+        with readable_errors(name):
+            settings = _configured(settings_class)
+            database = settings.database("migrate")
+            topics = owned_topics(settings)
+            asyncio.run(migrate_database(package, database, metadata, topics, settings.dedup_window_days, wait_seconds))
+
+    @app.command()
+    def topics(wait_seconds: Wait = 30.0) -> None:
+        """Make the Kafka topics that this service writes; safe to run again."""
+        with readable_errors(name):
+            settings = _configured(settings_class)
+            asyncio.run(make_topics(settings.kafka("topics"), owned_topics(settings), wait_seconds))
+
+    return app
+
+
+def _configured(settings_class: type[S]) -> S:
+    refuse_unknown_settings(settings_class, os.environ)
+    settings = settings_class()
+    telemetry.configure(settings.service, level=settings.log_level, json_lines=settings.log_json)
+    return settings
 
 
 @contextmanager
@@ -45,27 +111,22 @@ def readable_errors(service: str) -> Iterator[None]:
         sys.exit(2)
 
 
+def refuse_unknown_settings(settings_class: type[ServiceSettings], environment: Mapping[str, str]) -> None:
+    """Raise Refused for a variable that has the service's prefix and is no setting: misspelt, it would do nothing."""
+    prefix = settings_class.model_config["env_prefix"]
+    known = [f"{prefix}{field}".upper() for field in settings_class.model_fields]
+    for name in environment:
+        if name.upper().startswith(prefix) and name.upper() not in known:
+            [*meant] = difflib.get_close_matches(name.upper(), known, n=1)
+            raise Refused(f"{name} is no setting" + (f"; did you mean {meant[0]}?" if meant else "; unset it"))
+
+
 def check_roles(service: str, chosen: Collection[str], known: Sequence[str]) -> tuple[str, ...]:
     """Return the chosen roles, or all of them when none was named. Raises Refused for an unknown one."""
     unknown = sorted(set(chosen) - set(known))
     if unknown:
         raise Refused(f"unknown role {unknown[0]!r}; {service} run takes any of: {' '.join(known)}")
     return tuple(role for role in known if role in chosen) or tuple(known)
-
-
-def run(
-    service: str, build: Callable[[], FastAPI], *, host: str, port: int, level: str, json_lines: bool | None
-) -> None:
-    """Serve one process until SIGTERM; returns after a clean stop."""
-    telemetry.configure(service, level=level, json_lines=json_lines)
-    if failpoints.armed():
-        log.warning("failpoints.armed", points=failpoints.armed(), meaning="this process will kill itself")
-    serve(build, host=host, port=port)
-
-
-def run_to_end(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run a one-shot command."""
-    asyncio.run(coroutine)
 
 
 async def migrate_database(
@@ -82,7 +143,7 @@ async def migrate_database(
     """
     database = Database(settings)
     try:
-        await _patiently(wait_seconds, "the database", database.ping)
+        await _patiently(wait_seconds, "the database (…_DATABASE_URL)", database.ping)
         await upgrade(alembic_config(package, settings.url, metadata))
         await register_topics(database, topics)
         await ensure_partitions(database, window_days=dedup_window_days)
@@ -97,7 +158,7 @@ async def make_topics(settings: KafkaSettings, topics: Sequence[TopicSpec], wait
     async def make() -> None:
         await ensure_topics(settings, topics)
 
-    await _patiently(wait_seconds, "Kafka", make)
+    await _patiently(wait_seconds, "Kafka (…_KAFKA_BOOTSTRAP_SERVERS)", make)
     log.info("topics.done", topics=[topic.name for topic in topics])
 
 
@@ -114,7 +175,12 @@ async def _patiently(wait_seconds: float, what: str, call: Callable[[], Coroutin
         before_sleep=say,
         reraise=True,
     )
-    await retrying(call)
+    try:
+        await retrying(call)
+    except Exception as error:
+        if not is_transient(error):
+            raise
+        raise Unavailable(f"{what} did not answer within {wait_seconds:g} s: {describe(error)}") from error
 
 
 def _complain(line: str) -> None:

@@ -77,8 +77,8 @@ class Database:
 
     @property
     def dsn(self) -> str:
-        """Return the address in libpq's form, for the driver's own connections (LISTEN, NOTIFY)."""
-        return make_url(self.settings.url).set(drivername="postgresql").render_as_string(hide_password=False)
+        """Return the address in libpq's form, for the driver's own connections."""
+        return libpq_dsn(self.settings.url)
 
     def session(self) -> AsyncSession:
         """Return a new session. Objects stay readable after the commit; nothing is flushed behind the caller's back."""
@@ -92,6 +92,11 @@ class Database:
     async def close(self) -> None:
         """Close every connection of the pool."""
         await self.engine.dispose()
+
+
+def libpq_dsn(url: str) -> str:
+    """Return the address without SQLAlchemy's driver name."""
+    return make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
 
 
 def _milliseconds(seconds: float) -> str:

@@ -117,8 +117,8 @@ async def shop() -> AsyncIterator[Shop]:
             "order-relay": {"ORDER_SERVICE_RELAY_LEASE_SECONDS": "2"},
             "billing-relay": {"BILLING_SERVICE_RELAY_LEASE_SECONDS": "2"},
             "billing-executor": {
-                "BILLING_SERVICE_EXECUTOR_LEASE_SECONDS": "5",
-                "BILLING_SERVICE_EXECUTOR_CALL_DEADLINE_SECONDS": "2",
+                "BILLING_SERVICE_EXECUTOR_LEASE_SECONDS": "6",
+                "BILLING_SERVICE_EXECUTOR_CALL_DEADLINE_SECONDS": "1",
                 "BILLING_SERVICE_EXECUTOR_RETRY_MOST_SECONDS": "1",
                 "BILLING_SERVICE_BREAKER_MOST_PAUSE_SECONDS": "1",
             },
