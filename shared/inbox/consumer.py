@@ -49,6 +49,7 @@ class InboxSettings:
 
     `instance_id` makes the membership static: unique in the group, the same after a restart. A batch ends within
     `batch_deadline_seconds`, which must exceed the database's transaction timeout; a rebalance waits for it.
+    `dedup_window_days` is what the group's upkeep keeps marks for: longer than anything may be redelivered (F24).
     """
 
     group: str
@@ -107,6 +108,7 @@ class InboxConsumer(BackgroundService, Generic[M]):
         self._no_batch_in_hand.set()
         self._rebalancing = False
         self._postponed = False
+        self._batch_limit = settings.max_batch_records
         self._skipped_offsets = 0
 
     async def run(self) -> None:
@@ -174,9 +176,7 @@ class InboxConsumer(BackgroundService, Generic[M]):
                     await task
 
     async def _step(self, consumer: GroupConsumer) -> None:
-        fetched = await consumer.poll(
-            max_records=self._settings.max_batch_records, wait_seconds=self._settings.poll_wait_seconds
-        )
+        fetched = await consumer.poll(max_records=self._batch_limit, wait_seconds=self._settings.poll_wait_seconds)
         if fetched.records:
             failpoints.hit("B1")
             await self._work_off(consumer, fetched)
@@ -190,8 +190,9 @@ class InboxConsumer(BackgroundService, Generic[M]):
 
     async def _idle(self, consumer: GroupConsumer) -> None:
         """Nothing to do: catch up on a failed commit, and tell how things stand."""
-        if consumer.has_uncommitted:
-            await self._commit(consumer)
+        if consumer.has_uncommitted and not await self._commit(consumer):
+            self._degraded("offset commits fail; what is settled would be read again after a restart")
+            return
         if consumer.silent_seconds() > 2 * self._settings.session_timeout_seconds:
             raise KafkaFailure("Kafka has been silent for longer than two session timeouts; joining anew")
         trouble = consumer.trouble()
@@ -236,6 +237,8 @@ class InboxConsumer(BackgroundService, Generic[M]):
             return
         if progress.complete(fetched):
             self._report(progress.settled, len(fetched.records), time.monotonic() - began)
+            if not consumer.has_uncommitted:
+                self.readiness = READY
         else:
             consumer.seek_back(progress.unsettled(fetched), fetched.epoch)
 
@@ -304,6 +307,7 @@ class InboxConsumer(BackgroundService, Generic[M]):
         """Read the unsettled records again after a backoff, polling meanwhile so that the membership lives on."""
         wait = self.backoff.next_seconds()
         self._postponed = True
+        self._batch_limit = max(1, self._batch_limit // 2)  # it may have been too much for the time limits
         metrics.BATCH_RETRIES.labels(self._settings.group).inc()
         self._degraded(_reason(failure))
         log.warning(
@@ -351,7 +355,7 @@ class InboxConsumer(BackgroundService, Generic[M]):
         group = self._settings.group
         self.backoff.reset()
         self._postponed = False
-        self.readiness = READY
+        self._batch_limit = min(self._settings.max_batch_records, self._batch_limit * 2)
         metrics.BATCH_EVENTS.labels(group).observe(records)
         metrics.BATCH_SECONDS.labels(group).observe(seconds)
         dead = settled.dead.total()

@@ -71,11 +71,22 @@ async def kill_backends(inbox: InboxUnderTest) -> None:
 
 async def test_every_event_is_handled_once_and_the_offsets_are_committed_behind_them(inbox: InboxUnderTest) -> None:
     await inbox.produce(*(payload(number) for number in range(500)))
-    async with inbox.consuming() as consumer:
+    async with inbox.consuming(max_batch_records=100) as consumer:
+        await until(lambda: consumer._client is not None)
+        commits = 0
+        real = client_of(consumer)._consumer.commit
+
+        async def count(offsets: object) -> None:
+            nonlocal commits
+            commits += 1
+            await real(offsets)
+
+        client_of(consumer)._consumer.commit = count
         await inbox.settled(500)
         await until(lambda: consumer.ready() == READY)
     assert await inbox.numbers() == list(range(500))
     assert await committed(inbox) == 500
+    assert commits == len(inbox.handler.batches) <= 10, "one offset commit a batch"
 
 
 async def test_a_topic_that_is_read_again_from_its_beginning_changes_nothing(inbox: InboxUnderTest) -> None:
@@ -166,6 +177,20 @@ async def test_f38_killed_connections_in_the_middle_of_batches_lose_and_repeat_n
     assert await inbox.letters() == {}
     assert REGISTRY.get_sample_value("inbox_batch_retries_total", {"group": inbox.group}), "no kill hit a batch"
     assert inbox.database.engine.pool.checkedout() == 0  # type: ignore[attr-defined]
+
+
+async def test_batches_that_are_too_much_for_the_time_limits_shrink_until_they_fit(inbox: InboxUnderTest) -> None:
+    async def work_for_long(work: UnitOfWork) -> None:
+        await work.session.execute(text("SET LOCAL statement_timeout = 400"))
+        await work.session.execute(text("SELECT pg_sleep(:s)"), {"s": 0.01 * len(inbox.handler.batches[-1])})
+
+    inbox.handler.before = work_for_long
+    await inbox.produce(*(payload(number) for number in range(100)), partition=0)
+    async with inbox.consuming():
+        await inbox.settled(100)
+    assert len(inbox.handler.batches[0]) == 100
+    assert await inbox.numbers() == list(range(100))
+    assert await inbox.letters() == {}
 
 
 async def test_a_missing_partition_pauses_loudly_and_goes_on_when_it_is_there(inbox: InboxUnderTest) -> None:
