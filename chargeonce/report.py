@@ -31,10 +31,18 @@ def write_report(story: Story, directory: Path) -> Sequence[Path]:
 
 
 def timeline(story: Story) -> str:
-    """An SVG picture: orders, published and charged over time, with kills and broker outages; empty without samples."""
-    samples = thinned(tuple(story.samples), _PICTURE_SAMPLES)
-    if not samples:
+    """An SVG picture of what was counted over time; empty when nothing was."""
+    if not story.samples:
         return ""
+    picture = io.StringIO()
+    draw(story).savefig(picture, format="svg", metadata={"Date": None, "Creator": None})
+    text = picture.getvalue()
+    return text[text.index("<svg") :]
+
+
+def draw(story: Story) -> Figure:
+    """Orders, published events, charges and duplicates over time, with every kill and every time without broker."""
+    samples = thinned(tuple(story.samples), _PICTURE_SAMPLES)
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     axes = figure.add_subplot()
     times = [sample.at_seconds for sample in samples]
@@ -60,11 +68,8 @@ def timeline(story: Story) -> str:
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
-    axes.legend(loc="upper left", fontsize=8)
-    picture = io.StringIO()
-    figure.savefig(picture, format="svg", metadata={"Date": None, "Creator": None})
-    text = picture.getvalue()
-    return text[text.index("<svg") :]
+    axes.legend(loc="lower right", fontsize=8)
+    return figure
 
 
 def page(story: Story) -> str:

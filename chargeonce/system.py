@@ -226,9 +226,10 @@ class System:
         for name in ("logs", "payment-provider"):
             shutil.rmtree(self.directory / name, ignore_errors=True)
 
-    def remove(self) -> None:
+    async def remove(self) -> None:
         """Delete the directory and all that belongs to it elsewhere. Raises StackError while a run uses it."""
         self.empty()
+        await self.stop()
         self.stack.remove()
         shutil.rmtree(self.directory, ignore_errors=True)
 

@@ -26,6 +26,9 @@ LOST_ANSWERS_PERCENT = 2
 _LOAD_DEADLINE_SECONDS = 120.0
 _IN_FLIGHT_DEADLINE_SECONDS = 30.0
 _STALL_SECONDS = 45.0
+# A kill waits this long for so much in flight, then takes what there is.
+_SOON_ENOUGH = 5
+_PATIENCE_SECONDS = 1.5
 
 
 @dataclass(slots=True)
@@ -109,6 +112,8 @@ async def _kill(stage: Stage, name: str, measure: Callable[[], Awaitable[InFligh
 
 
 async def _kill_in_flight(stage: Stage, name: str, measure: Callable[[], Awaitable[InFlight]]) -> tuple[int, InFlight]:
+    loop = asyncio.get_running_loop()
+    patient_until = loop.time() + _PATIENCE_SECONDS
     while True:
         stage.load.check()
         if not stage.load.running:
@@ -116,7 +121,7 @@ async def _kill_in_flight(stage: Stage, name: str, measure: Callable[[], Awaitab
         stage.system.signal(name, signal.SIGSTOP)
         try:
             in_flight = await measure()
-            if in_flight.count:
+            if in_flight.count >= (_SOON_ENOUGH if loop.time() < patient_until else 1):
                 return await stage.system.kill(name), in_flight
         finally:
             with contextlib.suppress(KeyError):
@@ -152,8 +157,9 @@ async def send_duplicates_and_poison(stage: Stage) -> None:
 async def restart_broker(stage: Stage) -> None:
     """Stop Kafka, go on taking orders, start it again."""
     share = stage.release(16)
+    began = stage.observer.now_seconds
     await stage.system.stack.kafka.stop()
-    began, accepted_before = stage.observer.now_seconds, stage.load.accepted
+    accepted_before = stage.load.accepted
     stage.board.show(broker="down")
     await stage.load.until(accepted_before + share // 2, _LOAD_DEADLINE_SECONDS)
     if stage.load.accepted == accepted_before:

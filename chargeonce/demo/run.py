@@ -82,7 +82,7 @@ class Demo:
             self._judge()
         finally:
             await self._system.stop()
-        self._finish()
+        await self._finish()
         return self._story
 
     async def _start(self) -> None:
@@ -164,7 +164,7 @@ class Demo:
         }
         story.failures += [failure for failure, holds in expected.items() if not holds]
 
-    def _finish(self) -> None:
+    async def _finish(self) -> None:
         story, console = self._story, self._console
         pages = write_report(story, self.directory)
         if story.audit is not None:
@@ -172,7 +172,7 @@ class Demo:
         for failure in story.failures:
             console.print(f"failed: {failure}", style="bold red", highlight=False)
         if story.passed and not self._keep:
-            self._system.remove()
+            await self._system.remove()
         console.print(
             f"\n{story.verdict}", style="bold green" if story.passed else "bold red", highlight=False, soft_wrap=True
         )
