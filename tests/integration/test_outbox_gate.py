@@ -1,0 +1,240 @@
+"""The gate: one unacknowledged batch a partition, nothing after a failure, progress over the contiguous prefix only.
+
+The log is real; the broker's answers are the test's, for a real one cannot be told to refuse exactly one batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+from sqlalchemy import text
+
+from chargeonce.stack import KafkaBroker
+from shared.errors import KafkaFailure
+from shared.kafka.producer import IdempotentProducer, Record, RecordBatch
+from shared.kafka.topics import TopicSpec
+from shared.outbox.leases import BucketLeases
+from shared.outbox.log import OutboxLog
+from shared.outbox.publisher import Publisher, PublisherSettings
+from shared.outbox.topics import register_topics
+from tests.support.outbox import OutboxUnderTest, outbox_under_test, until
+
+
+class FewRecords:
+    """A batch that is full after a few records."""
+
+    def __init__(self, topic: str, partition: int, room: int) -> None:
+        self.topic, self.partition, self.room = topic, partition, room
+        self.records: list[Record] = []
+
+    def append(self, record: Record) -> bool:
+        if len(self.records) == self.room:
+            return False
+        self.records.append(record)
+        return True
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+class Broker:
+    """Acknowledges what the test lets it, and notes what was handed over when."""
+
+    def __init__(self, answer: Callable[[FewRecords], bool | None], room: int = 2) -> None:
+        self.answer = answer
+        self.room = room
+        self.handed_over: list[FewRecords] = []
+        self.in_flight: Counter[tuple[str, int]] = Counter()
+        self.most_in_flight = 0
+        self.failed = False
+        self.after_failure = 0
+
+    def new_batch(self, topic: str, partition: int) -> FewRecords:
+        return FewRecords(topic, partition, self.room)
+
+    async def hand_over(self, batch: FewRecords, deadline_seconds: float) -> FewRecords:
+        self.after_failure += self.failed
+        self.handed_over.append(batch)
+        place = (batch.topic, batch.partition)
+        self.in_flight[place] += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight[place])
+        return batch
+
+    async def acknowledged(self, batch: FewRecords, deadline_seconds: float) -> None:
+        await asyncio.sleep(0.01)
+        while (verdict := self.answer(batch)) is None:
+            await asyncio.sleep(0.01)
+        self.in_flight[batch.topic, batch.partition] -= 1
+        if not verdict:
+            self.failed = True
+            raise KafkaFailure("refused by the test")
+
+    def known_partition_count(self, topic: str) -> int | None:
+        return None
+
+
+@pytest.fixture
+async def outbox(database_url: str, kafka: KafkaBroker, unique_name: str) -> AsyncIterator[OutboxUnderTest]:
+    async with outbox_under_test(database_url, kafka.bootstrap_servers, unique_name, partitions=4) as made:
+        yield made
+
+
+class Publishing:
+    """A publisher on the test's outbox with the test's broker."""
+
+    def __init__(self, outbox: OutboxUnderTest, broker: Broker, partitions: dict[str, int]) -> None:
+        self.leases = BucketLeases(outbox.database, lease_seconds=10)
+        self.stopping = asyncio.Event()
+        self.wakeup = asyncio.Event()
+        producer: IdempotentProducer = broker  # type: ignore[assignment]  # the methods that a publisher uses
+        self.publisher = Publisher(
+            producer=producer,
+            outbox=OutboxLog(outbox.database),
+            leases=self.leases,
+            partitions=partitions,
+            settings=PublisherSettings(poll_seconds=0.05),
+            stopping=self.stopping,
+            wakeup=self.wakeup,
+        )
+
+    async def start(self) -> asyncio.Task[None]:
+        await self.leases.refresh()
+        return asyncio.create_task(self.publisher.run())
+
+    async def stop(self, running: asyncio.Task[None]) -> None:
+        self.stopping.set()
+        self.wakeup.set()
+        await running
+
+
+async def progress(outbox: OutboxUnderTest) -> dict[int, int]:
+    async with outbox.database.engine.connect() as connection:
+        rows = await connection.execute(
+            text("SELECT bucket, max(position) AS position FROM outbox_progress GROUP BY 1")
+        )
+        return {row.bucket: row.position for row in rows}
+
+
+async def test_f46_at_most_one_unacknowledged_batch_a_partition_is_with_the_client(outbox: OutboxUnderTest) -> None:
+    for number in range(30):
+        await outbox.publish(*(outbox.event(f"order-{key}", number) for key in range(8)))
+    broker = Broker(lambda _: True)
+    publishing = Publishing(outbox, broker, {outbox.topic: 4})
+    running = await publishing.start()
+    await outbox.drained()
+    await publishing.stop(running)
+    assert len(broker.handed_over) >= 100, "many batches of every partition were waiting"
+    assert broker.most_in_flight == 1
+    sent: dict[bytes, list[int]] = {}
+    for batch in broker.handed_over:
+        for record in batch.records:
+            sent.setdefault(record.key, []).append(int(record.value.split(b":")[1]))
+    assert all(numbers == list(range(30)) for numbers in sent.values())
+
+
+async def test_f15_f16_f46_after_a_refused_first_batch_nothing_overtakes_it(outbox: OutboxUnderTest) -> None:
+    for number in range(20):
+        await outbox.publish(*(outbox.event(f"order-{key}", number) for key in range(8)))
+    broker = Broker(lambda batch: batch is not broker.handed_over[0])
+    publishing = Publishing(outbox, broker, {outbox.topic: 4})
+    running = await publishing.start()
+    with pytest.raises(KafkaFailure, match="refused by the test"):
+        await running
+    refused = broker.handed_over[0]
+    assert broker.after_failure == 0
+    assert sum(batch.partition == refused.partition for batch in broker.handed_over) == 1
+    recorded = await progress(outbox)
+    assert not [bucket for bucket in recorded if bucket % 4 == refused.partition]
+
+
+async def test_f4_progress_covers_only_the_contiguous_prefix_of_a_bucket_over_all_its_topics(
+    outbox: OutboxUnderTest, unique_name: str
+) -> None:
+    other = f"{unique_name}.cancelled"
+    await register_topics(outbox.database, [TopicSpec(other, 4, 1, 1)])
+    await outbox.publish(outbox.event("order-1", 0))
+    await outbox.publish(outbox.event("order-1", 1, topic=other))
+    await outbox.publish(outbox.event("order-1", 2))
+    let_through = asyncio.Event()
+    broker = Broker(lambda batch: True if batch.topic != other or let_through.is_set() else None)
+    publishing = Publishing(outbox, broker, {outbox.topic: 4, other: 4})
+    running = await publishing.start()
+    await until(lambda: {batch.topic for batch in broker.handed_over} == {outbox.topic, other})
+    async with asyncio.timeout(10):
+        while not (recorded := await progress(outbox)):
+            await asyncio.sleep(0.01)
+    assert list(recorded.values()) == [1], "the third event is acknowledged, the second is not"
+    let_through.set()
+    await outbox.drained()
+    await publishing.stop(running)
+    assert list((await progress(outbox)).values()) == [3]
+
+
+async def test_stopping_waits_for_what_is_with_the_client_and_records_it(outbox: OutboxUnderTest) -> None:
+    await outbox.publish(*(outbox.event("order-1", number) for number in range(6)))
+    let_through = asyncio.Event()
+    broker = Broker(lambda _: True if let_through.is_set() else None)
+    publishing = Publishing(outbox, broker, {outbox.topic: 4})
+    running = await publishing.start()
+    await until(lambda: len(broker.handed_over) == 1)
+    publishing.stopping.set()
+    publishing.wakeup.set()
+    let_through.set()
+    await running
+    assert len(broker.handed_over) == 1, "the batches behind it stay for the next producer"
+    assert await outbox.unpublished() == 4
+
+
+async def test_an_event_bigger_than_a_batch_ends_the_publisher_as_a_permanent_failure(outbox: OutboxUnderTest) -> None:
+    await outbox.publish(outbox.event("order-1", 0))
+    publishing = Publishing(outbox, Broker(lambda _: True, room=0), {outbox.topic: 4})
+    running = await publishing.start()
+    with pytest.raises(KafkaFailure) as failure:
+        await running
+    assert failure.value.permanent
+    assert await outbox.unpublished() == 1
+
+
+async def test_f8_a_burst_into_an_empty_analysed_log_is_read_by_index(outbox: OutboxUnderTest) -> None:
+    from shared.outbox.log import relay_database
+    from tests.support.outbox import database_settings
+
+    relay = relay_database(database_settings(outbox.dsn))
+    log = OutboxLog(relay)
+    try:
+        async with log.connect() as connection:
+            await connection.exec_driver_sql("ANALYZE outbox_event")
+            for _ in range(8):  # long enough for the server to keep a generic plan
+                assert not await log.read(connection, dict.fromkeys(range(96), 0), 50, 9600)
+            await connection.exec_driver_sql(
+                "INSERT INTO outbox_event (event_id, bucket, topic, key, event_type, payload) "
+                "SELECT gen_random_uuid(), n % 96, 't', 'k', 'e', repeat('x', 300)::bytea "
+                "FROM generate_series(1, 100000) n"
+            )
+            cursors = {
+                row.bucket: row.position
+                for row in await connection.exec_driver_sql(
+                    "SELECT bucket, max(position) AS position FROM outbox_event GROUP BY bucket"
+                )
+            }
+            scans = "SELECT seq_scan FROM pg_stat_user_tables WHERE relname = 'outbox_event'"
+            await connection.exec_driver_sql("SELECT pg_stat_force_next_flush()")
+            before = (await connection.exec_driver_sql(scans)).scalar_one()
+            for _ in range(3):
+                assert not await log.read(connection, cursors, 50, 9600)
+            await connection.exec_driver_sql("SELECT pg_stat_force_next_flush()")
+            assert (await connection.exec_driver_sql(scans)).scalar_one() == before
+    finally:
+        await relay.close()
+
+
+def test_batches_are_what_the_kit_sends() -> None:
+    """The fake has every method of a record batch that the publisher uses, under the same names."""
+    assert all(hasattr(RecordBatch, name) for name in ("append", "topic", "partition"))
+    assert all(
+        hasattr(IdempotentProducer, name)
+        for name in ("new_batch", "hand_over", "acknowledged", "known_partition_count")
+    )
