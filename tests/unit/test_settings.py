@@ -27,7 +27,7 @@ def test_a_misspelt_setting_is_refused_with_what_was_meant(settings_class: type[
 
 @both
 def test_passwords_stay_out_of_the_representation(settings_class: type[ServiceSettings]) -> None:
-    settings = settings_class(database_url="postgresql://u:hunter2@h/d", kafka_sasl_password="hunter2")  # type: ignore[arg-type]
+    settings = settings_class(database_url="postgresql://u:hunter2@h/d", kafka_sasl_password="hunter2")
     shown = f"{settings!r} {settings.database('x')!r} {settings.kafka('x')!r}"
     assert "hunter2" not in shown
 
