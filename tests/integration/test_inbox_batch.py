@@ -217,18 +217,19 @@ async def test_a_failed_batch_leaves_nothing(inbox: InboxUnderTest) -> None:
 
 
 async def test_f50_two_consumers_with_the_same_ids_in_reverse_order_do_not_deadlock(inbox: InboxUnderTest) -> None:
-    async def linger(work: UnitOfWork) -> None:
-        await asyncio.sleep(0.02)
-
-    inbox.handler.before = linger
-    for _ in range(15):
+    await inbox.rows("""
+        CREATE FUNCTION linger() RETURNS trigger LANGUAGE plpgsql AS
+        $$ BEGIN PERFORM pg_sleep(0.005); RETURN NEW; END $$
+    """)
+    await inbox.rows("CREATE TRIGGER linger BEFORE INSERT ON processed_event FOR EACH ROW EXECUTE FUNCTION linger()")
+    for _ in range(3):
         values = [payload(number) for number in range(50)]
         there = [inbox.record(value) for value in values]
         back = [inbox.record(value) for value in reversed(values)]
         await asyncio.gather(inbox.settle(*there), inbox.settle(*back))
-    assert len(await inbox.numbers()) == 15 * 50
+    assert len(await inbox.numbers()) == 150
     summary = await inbox.summary()
-    assert (summary.handled, summary.duplicates_absorbed) == (750, 750)
+    assert (summary.handled, summary.duplicates_absorbed) == (150, 150)
 
 
 NASTY = [
