@@ -34,6 +34,7 @@ class DatabaseSettings:
 
     A writer that hangs after appending events holds up 1/96 of the keys, so no transaction may hang:
     `transaction_timeout` and `idle_in_transaction_session_timeout` end it, `lock_timeout` frees those who wait for it.
+    `command_timeout_seconds` is the client's own, for a server that vanished without closing the connection.
     """
 
     url: str = field(repr=False)
@@ -44,6 +45,7 @@ class DatabaseSettings:
     lock_timeout_seconds: float = 5.0
     transaction_timeout_seconds: float = 20.0
     idle_in_transaction_timeout_seconds: float = 10.0
+    command_timeout_seconds: float = 40.0
     session_settings: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -59,8 +61,13 @@ class Database:
             pool_timeout=settings.pool_timeout_seconds,
             pool_use_lifo=True,
             hide_parameters=True,  # errors and logs carry no customer data
-            connect_args={"timeout": settings.connect_timeout_seconds, "server_settings": self.server_settings()},
+            connect_args={
+                "timeout": settings.connect_timeout_seconds,
+                "command_timeout": settings.command_timeout_seconds,
+                "server_settings": self.server_settings(),
+            },
         )
+        self._ping: asyncio.Task[None] | None = None
 
     def server_settings(self) -> dict[str, str]:
         """Return the run-time settings of every session, in PostgreSQL's own names and units (milliseconds)."""
@@ -85,12 +92,26 @@ class Database:
         return AsyncSession(self.engine, expire_on_commit=False, autoflush=False)
 
     async def ping(self, deadline_seconds: float = 2.0) -> None:
-        """Return when the database answered. Raises what `errors.is_transient` understands."""
-        async with asyncio.timeout(deadline_seconds), self.engine.connect() as connection:
+        """Return when the database answered. Raises what `errors.is_transient` understands.
+
+        The question itself is not cancelled at the deadline, for a query that is cut off costs its connection: whoever
+        asks next waits for the same answer.
+        """
+        if self._ping is None or self._ping.done():
+            self._ping = asyncio.create_task(self._ask())
+        done, _ = await asyncio.wait({self._ping}, timeout=deadline_seconds)
+        if not done:
+            raise TimeoutError(f"the database did not answer within {deadline_seconds:g} s")
+        self._ping.result()
+
+    async def _ask(self) -> None:
+        async with self.engine.connect() as connection:
             await connection.execute(text("SELECT 1"))
 
     async def close(self) -> None:
         """Close every connection of the pool."""
+        if self._ping is not None and not self._ping.done():
+            self._ping.cancel()
         await self.engine.dispose()
 
 
