@@ -8,13 +8,13 @@ import os
 from typing import Any
 
 from sqlalchemy import Connection, MetaData, text
-from sqlalchemy.engine import make_url
-from sqlalchemy.ext.asyncio import create_async_engine
 
 from alembic import context
+from shared.database import Database, DatabaseSettings
 
 # Two migrate jobs at once wait for each other. 0x4D494752 is "MIGR".
 _MIGRATION_LOCK = 0x4D494752
+_PATIENCE_SECONDS = 3600.0
 config = context.config
 service = config.config_ini_section
 
@@ -58,16 +58,20 @@ def migrate(connection: Connection) -> None:
 
 async def online() -> None:
     """Connect and migrate."""
-    engine = create_async_engine(
-        make_url(database_url()).set(drivername="postgresql+asyncpg"),
-        hide_parameters=True,
-        connect_args={"server_settings": {"application_name": f"{service} migrate", "lock_timeout": "10000"}},
+    unhurried = DatabaseSettings(
+        url=database_url(),
+        application_name=f"{service} migrate",
+        lock_timeout_seconds=10.0,
+        transaction_timeout_seconds=_PATIENCE_SECONDS,
+        idle_in_transaction_timeout_seconds=_PATIENCE_SECONDS,
+        command_timeout_seconds=_PATIENCE_SECONDS,
     )
+    database = Database(unhurried)
     try:
-        async with engine.connect() as connection:
+        async with database.engine.connect() as connection:
             await connection.run_sync(migrate)
     finally:
-        await engine.dispose()
+        await database.close()
 
 
 if context.is_offline_mode():

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import asyncpg
 import structlog
 from sqlalchemy import MetaData, text
 from sqlalchemy.engine import make_url
@@ -56,18 +57,23 @@ class Database:
         self.settings = settings
         self.engine: AsyncEngine = create_async_engine(
             make_url(settings.url).set(drivername="postgresql+asyncpg"),
+            async_creator=self._connect,
             pool_size=settings.pool_size,
             max_overflow=0,
             pool_timeout=settings.pool_timeout_seconds,
             pool_use_lifo=True,
             hide_parameters=True,  # errors and logs carry no customer data
-            connect_args={
-                "timeout": settings.connect_timeout_seconds,
-                "command_timeout": settings.command_timeout_seconds,
-                "server_settings": self.server_settings(),
-            },
         )
         self._ping: asyncio.Task[None] | None = None
+
+    async def _connect(self) -> asyncpg.Connection:
+        # The driver reads the address itself, so that everything libpq's form allows works: sslmode, several hosts.
+        return await asyncpg.connect(
+            self.dsn,
+            timeout=self.settings.connect_timeout_seconds,
+            command_timeout=self.settings.command_timeout_seconds,
+            server_settings=self.server_settings(),
+        )
 
     def server_settings(self) -> dict[str, str]:
         """Return the run-time settings of every session, in PostgreSQL's own names and units (milliseconds)."""
@@ -99,6 +105,7 @@ class Database:
         """
         if self._ping is None or self._ping.done():
             self._ping = asyncio.create_task(self._ask())
+            self._ping.add_done_callback(lambda ping: ping.cancelled() or ping.exception())
         done, _ = await asyncio.wait({self._ping}, timeout=deadline_seconds)
         if not done:
             raise TimeoutError(f"the database did not answer within {deadline_seconds:g} s")
