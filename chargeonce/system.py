@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shutil
 import signal
-import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -21,7 +18,6 @@ from typing import IO, Self
 import aiohttp
 import asyncpg
 
-import chargeonce
 from chargeonce.stack import (
     KafkaBroker,
     PostgresServer,
@@ -33,48 +29,26 @@ from chargeonce.stack import (
     require_free_port,
 )
 from chargeonce.stack.files import open_log
+from chargeonce.topology import (
+    BY_NAME,
+    KAFKA_PORT_OFFSET,
+    POSTGRES_PORT_OFFSET,
+    PREPARATIONS,
+    PROCESSES,
+    Addresses,
+    command,
+    database_dsn,
+    environment,
+)
 from shared import failpoints as failpoint_names
+
+__all__ = ["PROCESSES", "System"]
 
 _POLL_SECONDS = 0.05
 _READY_DEADLINE_SECONDS = 60.0
 _PROBE_DEADLINE_SECONDS = 2.0
 _SERVER_CHECK_SECONDS = 0.5
 _LAST_LINES = 15
-_POSTGRES_PORT_OFFSET = 20
-_KAFKA_PORT_OFFSET = 21
-
-
-@dataclass(frozen=True, slots=True)
-class Process:
-    """One process: its name, the program behind it, the role it runs, and its port's distance from the port base."""
-
-    name: str
-    program: str
-    role: str
-    port_offset: int
-
-
-_PROCESSES = {
-    process.name: process
-    for process in (
-        Process("payment-provider", "payment_provider.app", "", 2),
-        Process("order-api", "order_service.cli", "api", 0),
-        Process("order-relay", "order_service.cli", "relay", 10),
-        Process("order-consumer", "order_service.cli", "consumer", 11),
-        Process("billing-api", "billing_service.cli", "api", 1),
-        Process("billing-consumer", "billing_service.cli", "consumer", 12),
-        Process("billing-executor", "billing_service.cli", "executor", 13),
-        Process("billing-relay", "billing_service.cli", "relay", 14),
-    )
-}
-PROCESSES = tuple(_PROCESSES)
-"""The names of all processes, in the order they are started."""
-
-_PREPARATIONS = {
-    f"{service}-{command}": (f"{service}_service.cli", command)
-    for service in ("order", "billing")
-    for command in ("migrate", "topics")
-}
 
 
 class System:
@@ -107,11 +81,11 @@ class System:
         if port_base is None:
             self._ports = dict(zip(PROCESSES, free_ports(len(PROCESSES)), strict=True))
         else:
-            self._ports = {name: port_base + process.port_offset for name, process in _PROCESSES.items()}
+            self._ports = {name: port_base + process.port_offset for name, process in BY_NAME.items()}
         self.stack = Stack(
             self.directory,
-            postgres_port=None if port_base is None else port_base + _POSTGRES_PORT_OFFSET,
-            kafka_port=None if port_base is None else port_base + _KAFKA_PORT_OFFSET,
+            postgres_port=None if port_base is None else port_base + POSTGRES_PORT_OFFSET,
+            kafka_port=None if port_base is None else port_base + KAFKA_PORT_OFFSET,
             postgres_port_setting="--port-base",
             kafka_port_setting="--port-base",
         )
@@ -145,7 +119,7 @@ class System:
 
     def database_dsn(self, service: str) -> str:
         """The `postgresql://` address of the database of `order_service` or `billing_service`, as its own user."""
-        return f"postgresql://{service}:{service}@127.0.0.1:{self.stack.postgres.port}/{service}"
+        return database_dsn(service, self.stack.postgres.port)
 
     # ------------------------------------------------------------------------------------- the whole of it
 
@@ -175,13 +149,13 @@ class System:
         await self._create_databases()
         commands = [
             self._supervisor.start(
-                name, _python(program, name, command), env=self._process_environment(name), restart=False
+                name, command(program, name, subcommand), env=self._process_environment(name), restart=False
             )
-            for name, (program, command) in _PREPARATIONS.items()
+            for name, (program, subcommand) in PREPARATIONS.items()
         ]
         await asyncio.gather(*commands)
-        statuses = await asyncio.gather(*(self._supervisor.wait(name) for name in _PREPARATIONS))
-        for name, status in zip(_PREPARATIONS, statuses, strict=True):
+        statuses = await asyncio.gather(*(self._supervisor.wait(name) for name in PREPARATIONS))
+        for name, status in zip(PREPARATIONS, statuses, strict=True):
             if status != 0:
                 raise StartFailedError(f"{name} ended with status {status}:\n{self._end_of_log(name)}")
 
@@ -249,14 +223,14 @@ class System:
         unless `restart` says so. `environment` adds to what the system gives it.
         Raises ValueError for an unknown crash point or a process that runs, KeyError for an unknown name.
         """
-        process = _PROCESSES[name]
+        process = BY_NAME[name]
         failpoint_names.parse(failpoints)
         variables = {**self._process_environment(name), **(environment or {})}
         if failpoints:
             variables[failpoint_names.VARIABLE] = failpoints
             restart = bool(restart)
         arguments = ["run", process.role] if process.role else []
-        argv = _python(process.program, name, *arguments, "--port", str(self._ports[name]))
+        argv = command(process.program, name, *arguments, "--port", str(self._ports[name]))
         return await self._supervisor.start(name, argv, env=variables, restart=restart)
 
     async def kill(self, name: str, number: signal.Signals = signal.SIGKILL, deadline_seconds: float = 20.0) -> int:
@@ -376,23 +350,10 @@ class System:
             await connection.close()
 
     def _process_environment(self, name: str) -> dict[str, str]:
-        """This process's environment with what the named one needs to find its neighbours."""
-        variables = {key: value for key, value in os.environ.items() if key != failpoint_names.VARIABLE}
-        code = str(Path(chargeonce.__file__).parent.parent)
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (code, variables.get("PYTHONPATH"))))
-        service = name.split("-", 1)[0]
-        if service == "payment":
-            variables["PAYMENT_PROVIDER_LEDGER"] = str(self.directory / "payment-provider" / "ledger.sqlite3")
-        else:
-            prefix = f"{service.upper()}_SERVICE_"
-            variables[f"{prefix}DATABASE_URL"] = self.database_dsn(f"{service}_service")
-            variables[f"{prefix}KAFKA_BOOTSTRAP_SERVERS"] = self.stack.kafka.bootstrap_servers
-            variables[f"{prefix}HOST"] = "127.0.0.1"
-            if name.endswith("-consumer"):
-                variables[f"{prefix}CONSUMER_INSTANCE_ID"] = f"{name}-1"
-        if service == "billing":
-            variables["BILLING_SERVICE_PAYMENT_PROVIDER_URL"] = self.provider_url
-        return {**variables, **self._environment.get(name, {})}
+        addresses = Addresses(
+            self.directory, self.stack.postgres.port, self.stack.kafka.bootstrap_servers, self.provider_url
+        )
+        return {**environment(name, addresses), **self._environment.get(name, {})}
 
     async def _not_ready_because(self, name: str) -> str:
         """Why a process is not ready, empty when it is. Raises StartFailedError when it is down for good."""
@@ -426,9 +387,3 @@ class System:
 
     def _end_of_log(self, name: str) -> str:
         return "\n".join(f"  {line}" for line in self._last_lines.get(name, ())) or "  (nothing in its log)"
-
-
-def _python(module: str, name: str, *arguments: str) -> Sequence[str]:
-    """The command that runs `main` of a module under the process's name, with this interpreter."""
-    code = f"import sys; sys.argv[0] = {name!r}; from {module} import main; main()"
-    return [sys.executable, "-P", "-c", code, *arguments]

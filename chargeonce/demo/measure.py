@@ -74,7 +74,8 @@ class Observer:
         return Snapshot(
             at_seconds=self.now_seconds,
             orders=orders["orders"],
-            published=orders["orders"] - orders["unpublished"],
+            # Progress is recorded a little after the acknowledgement; what has a charge has been published.
+            published=max(orders["orders"] - orders["unpublished"], billing["charges"]),
             charges=billing["charges"],
             charged=billing["charged"],
             returned=orders["returned"],

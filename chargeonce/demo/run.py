@@ -80,9 +80,12 @@ class Demo:
                 await self._run_phases()
             self._story.seconds = time.monotonic() - self._began
             self._judge()
+            self._tell()
         finally:
             await self._system.stop()
-        await self._finish()
+        if self._story.passed and not self._keep:
+            await self._system.remove()
+        self._console.print("Everything is stopped; no process is left.")
         return self._story
 
     async def _start(self) -> None:
@@ -164,19 +167,17 @@ class Demo:
         }
         story.failures += [failure for failure, holds in expected.items() if not holds]
 
-    async def _finish(self) -> None:
+    def _tell(self) -> None:
+        """Write the reports and print the result."""
         story, console = self._story, self._console
         pages = write_report(story, self.directory)
         if story.audit is not None:
             console.print(audit_tables(story.audit))
-        for failure in story.failures:
-            console.print(f"failed: {failure}", style="bold red", highlight=False)
-        if story.passed and not self._keep:
-            await self._system.remove()
         console.print(
             f"\n{story.verdict}", style="bold green" if story.passed else "bold red", highlight=False, soft_wrap=True
         )
-        console.print(f"{story.seconds:.0f} s; {len(story.kills)} kills, {len(story.outages)} broker outages.")
+        facts = f"{story.seconds:.0f} s, kills: {len(story.kills)}, broker outages: {len(story.outages)}"
+        console.print(facts, highlight=False)
         for page in pages:
             console.print(f"report  {page}", soft_wrap=True, highlight=False)
         if not story.passed:
