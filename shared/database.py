@@ -82,6 +82,7 @@ class Database:
             "application_name": limits.application_name,
             "timezone": "UTC",
             "jit": "off",
+            "client_connection_check_interval": "2000",  # a query whose client is gone keeps its locks no longer
             "lock_timeout": _milliseconds(limits.lock_timeout_seconds),
             "transaction_timeout": _milliseconds(limits.transaction_timeout_seconds),
             "idle_in_transaction_session_timeout": _milliseconds(limits.idle_in_transaction_timeout_seconds),

@@ -141,6 +141,8 @@ _TRANSIENT_CODES = frozenset(
     }
 )
 _CHECK_VIOLATION = "23514"
+# OSErrors of this machine's files: no network comes back from them.
+_LOCAL_FILE_ERRORS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 
 def is_transient(error: BaseException) -> bool:
@@ -151,6 +153,8 @@ def is_transient(error: BaseException) -> bool:
     """
     if isinstance(error, KafkaFailure):
         return not error.permanent
+    if isinstance(error, _LOCAL_FILE_ERRORS):
+        return False
     if isinstance(error, Unavailable | LeaseLost | PoolTimeout | InterfaceError | OSError | TimeoutError):
         return True
     if isinstance(error, DBAPIError):

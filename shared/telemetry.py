@@ -34,7 +34,10 @@ def configure(service: str, *, level: str = "INFO", json_lines: bool | None = No
         _add_trace_id,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    renderer: structlog.typing.Processor = structlog.dev.ConsoleRenderer()
+    # Plain tracebacks: the pretty ones print local variables, and those hold payloads.
+    renderer: structlog.typing.Processor = structlog.dev.ConsoleRenderer(
+        exception_formatter=structlog.dev.plain_traceback
+    )
     if json_lines:
         shared_processors.append(structlog.processors.format_exc_info)
         renderer = structlog.processors.JSONRenderer()

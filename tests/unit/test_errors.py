@@ -51,7 +51,14 @@ def test_absence_is_transient(error: BaseException) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [InvalidInput("x"), MessageRejected("not_json", "x"), KafkaFailure("x", permanent=True), KeyError()]
+    "error",
+    [
+        InvalidInput("x"),
+        MessageRejected("not_json", "x"),
+        KafkaFailure("x", permanent=True),
+        KeyError(),
+        FileNotFoundError(),
+    ],
 )
 def test_refusals_and_bugs_are_permanent(error: BaseException) -> None:
     assert not is_transient(error)
