@@ -168,6 +168,9 @@ async def what_is_killed_comes_back(up: Up) -> None:
     victim = next(child for child in up.children() if "'billing-consumer'" in " ".join(child.cmdline()))
     victim.kill()
     await up.says("billing-consumer was ended by SIGKILL", 10)
+    broker = next(child for child in up.children() if "kafka.Kafka" in child.cmdline())
+    broker.kill()
+    await up.says("kafka            | ended unexpectedly; starting it again", 10)
 
 
 async def money_that_moved_twice_is_found(
