@@ -128,17 +128,27 @@ class BackgroundService:
                 self.readiness = Readiness(State.DOWN, refusal.detail)
                 log.error("service.refused", service=self.name, reason=refusal.detail)
                 await self.pause(max(1.0, self.backoff.next_seconds()))
+            except asyncio.CancelledError as error:
+                if _is_cancelled():
+                    raise
+                # A library let the cancellation of a task of its own out; nobody asked this service to end.
+                await self._failed(error)
             except Exception as error:
-                wait = self.backoff.next_seconds()
-                reason = f"{type(error).__name__}; trying again"
-                self.readiness = Readiness(State.DEGRADED, reason)
-                if is_transient(error):
-                    log.warning(
-                        "service.failed", service=self.name, error=describe(error), retry_in_seconds=round(wait, 2)
-                    )
-                else:
-                    log.exception("service.failed", service=self.name, retry_in_seconds=round(wait, 2))
-                await self.pause(wait)
+                await self._failed(error)
+
+    async def _failed(self, error: BaseException) -> None:
+        wait = self.backoff.next_seconds()
+        self.readiness = Readiness(State.DEGRADED, f"{type(error).__name__}; trying again")
+        if is_transient(error):
+            log.warning("service.failed", service=self.name, error=describe(error), retry_in_seconds=round(wait, 2))
+        else:
+            log.error("service.failed", service=self.name, retry_in_seconds=round(wait, 2), exc_info=error)
+        await self.pause(wait)
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def describe(error: BaseException) -> str:

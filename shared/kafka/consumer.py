@@ -225,12 +225,16 @@ class GroupConsumer:
             with suppress(asyncio.CancelledError, Exception):
                 await self._poll_task
             self._poll_task = None
+        # A task of its own: aiokafka lets the cancellation of its waiting fetches out of `stop`, and that is not ours.
+        leaving = asyncio.create_task(self._consumer.stop())
         try:
-            async with asyncio.timeout(self._settings.leave_deadline_seconds):
-                await self._consumer.stop()
-        except Exception as error:
-            log.warning("kafka.leave_failed", group=self._settings.group, error=type(error).__name__)
-            await self._abandon()
+            await asyncio.wait({leaving}, timeout=self._settings.leave_deadline_seconds)
+            problem = _why_unfinished(leaving)
+            if problem:
+                log.warning("kafka.leave_failed", group=self._settings.group, error=problem)
+                await self._abandon()
+        finally:
+            leaving.cancel()
 
     async def _abandon(self) -> None:
         """End the client's tasks and connections without the broker, leaving nothing behind (field report F53)."""
@@ -382,6 +386,15 @@ def _record(record: ConsumerRecord) -> ConsumedRecord:
 def _damaged(partition: TopicPartition, offset: int, error: UnicodeDecodeError) -> ConsumedRecord:
     damage = f"a header name in its batch, here or before, is not UTF-8: {error.reason}"
     return ConsumedRecord(partition.topic, partition.partition, offset, None, None, (), 0, damage)
+
+
+def _why_unfinished(task: asyncio.Task[None]) -> str:
+    if not task.done():
+        return "TimeoutError"
+    if task.cancelled():
+        return "CancelledError"
+    error = task.exception()
+    return type(error).__name__ if error is not None else ""
 
 
 def _failure(error: KafkaError) -> KafkaFailure:

@@ -14,7 +14,7 @@ from tests.support.outbox import until
 class Flaky(BackgroundService):
     name = "flaky"
 
-    def __init__(self, *outcomes: Exception | None) -> None:
+    def __init__(self, *outcomes: BaseException | None) -> None:
         super().__init__()
         self.backoff = Backoff(0.001, 0.002)
         self.outcomes = list(outcomes)
@@ -32,6 +32,28 @@ async def test_a_service_that_fails_is_run_again() -> None:
     async with running([service]):
         await until(lambda: service.runs == 3)
         assert service.ready().state is State.DEGRADED
+
+
+async def test_a_cancellation_that_a_library_lets_out_does_not_end_a_service() -> None:
+    service = Flaky(asyncio.CancelledError(), None)
+    async with running([service]):
+        await until(lambda: service.runs == 2)
+
+
+async def test_a_service_past_its_stop_deadline_is_cancelled_for_good() -> None:
+    class Hanging(BackgroundService):
+        stop_deadline_seconds = 0.05
+        runs = 0
+
+        async def run(self) -> None:
+            self.runs += 1
+            await asyncio.Event().wait()
+
+    service = Hanging()
+    async with running([service]):
+        await until(lambda: service.runs == 1)
+    assert service.runs == 1
+    assert service.ready().state is State.DOWN
 
 
 async def test_a_refusal_is_told_as_down_with_its_reason() -> None:
