@@ -36,9 +36,10 @@ from chargeonce.topology import (
     PREPARATIONS,
     PROCESSES,
     Addresses,
-    command,
     database_dsn,
     environment,
+    preparation_command,
+    run_command,
 )
 from shared import failpoints as failpoint_names
 
@@ -147,13 +148,9 @@ class System:
     async def prepare(self) -> None:
         """Make users, databases, tables and topics where they are missing. Raises StartFailedError."""
         await self._create_databases()
-        commands = [
-            self._supervisor.start(
-                name, command(program, name, subcommand), env=self._process_environment(name), restart=False
-            )
-            for name, (program, subcommand) in PREPARATIONS.items()
-        ]
-        await asyncio.gather(*commands)
+        for name in PREPARATIONS:
+            variables = self._process_environment(name)
+            await self._supervisor.start(name, preparation_command(name), env=variables, restart=False)
         statuses = await asyncio.gather(*(self._supervisor.wait(name) for name in PREPARATIONS))
         for name, status in zip(PREPARATIONS, statuses, strict=True):
             if status != 0:
@@ -229,8 +226,7 @@ class System:
         if failpoints:
             variables[failpoint_names.VARIABLE] = failpoints
             restart = bool(restart)
-        arguments = ["run", process.role] if process.role else []
-        argv = command(process.program, name, *arguments, "--port", str(self._ports[name]))
+        argv = run_command(process, self._ports[name])
         return await self._supervisor.start(name, argv, env=variables, restart=restart)
 
     async def kill(self, name: str, number: signal.Signals = signal.SIGKILL, deadline_seconds: float = 20.0) -> int:

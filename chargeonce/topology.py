@@ -41,12 +41,8 @@ BY_NAME = {
 PROCESSES = tuple(BY_NAME)
 """The names of all processes, in the order they are started."""
 
-PREPARATIONS = {
-    f"{service}-{command}": (f"{service}_service.cli", command)
-    for service in ("order", "billing")
-    for command in ("migrate", "topics")
-}
-"""Commands that run once before the processes: their names, the program behind each, and its subcommand."""
+PREPARATIONS = {"order-prepare": "order_service.cli", "billing-prepare": "billing_service.cli"}
+"""What runs once before the processes, migrations and then topics: the name of each, and the program behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +80,17 @@ def environment(name: str, addresses: Addresses) -> dict[str, str]:
     return variables
 
 
-def command(program: str, name: str, *arguments: str) -> Sequence[str]:
-    """What runs a program's `main` with this interpreter, under the process's name."""
-    code = f"import sys; sys.argv[0] = {name!r}; from {program} import main; main()"
-    return [sys.executable, "-P", "-c", code, *arguments]
+def run_command(process: Process, port: int) -> Sequence[str]:
+    """What runs a process with this interpreter, under its name."""
+    arguments = ["run", process.role] if process.role else []
+    return [*_python(f"from {process.program} import main; main()", process.name), *arguments, "--port", str(port)]
+
+
+def preparation_command(name: str) -> Sequence[str]:
+    """What runs `migrate` and then `topics` of a service, in one interpreter: starting one costs a second of CPU."""
+    steps = "; ".join(f"app([{step!r}], standalone_mode=False)" for step in ("migrate", "topics"))
+    return _python(f"from {PREPARATIONS[name]} import app; {steps}", name)
+
+
+def _python(code: str, name: str) -> list[str]:
+    return [sys.executable, "-P", "-c", f"import sys; sys.argv[0] = {name!r}; {code}"]
