@@ -24,11 +24,13 @@ COPY shared/ shared/
 COPY payment_provider/ payment_provider/
 COPY order_service/ order_service/
 COPY billing_service/ billing_service/
-COPY chargeonce/ chargeonce/
-# The README is no part of the image, so that a new wording of it rebuilds nothing; the wheel only needs the file.
-RUN touch README.md && python -m hatchling build -t wheel -d /tmp/wheel && \
+# What the wheel needs and the image does not: the README, and the command `chargeonce`, which runs PostgreSQL and Kafka
+# on a bare machine. An empty one stands for each, so that their changes rebuild nothing.
+RUN touch README.md && mkdir chargeonce && touch chargeonce/__init__.py && \
+    python -m hatchling build -t wheel -d /tmp/wheel && \
     pip --python /opt/chargeonce/bin/python install --disable-pip-version-check --root-user-action ignore \
-        --no-deps --no-index --no-cache-dir /tmp/wheel/*.whl
+        --no-deps --no-index --no-cache-dir /tmp/wheel/*.whl && \
+    rm /opt/chargeonce/bin/chargeonce
 
 FROM ${PYTHON_IMAGE}
 LABEL org.opencontainers.image.title="chargeonce" \

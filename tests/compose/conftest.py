@@ -41,6 +41,8 @@ async def project(engine: None, request: pytest.FixtureRequest) -> AsyncIterator
             print(await project.report())  # noqa: T201 - pytest shows it with the failure
         await project.down()
         signal.signal(signal.SIGTERM, former)
+        left = await project.left_behind()
+        assert not left, f"`docker compose down --volumes` left: {left}"
 
 
 @pytest.fixture

@@ -94,6 +94,19 @@ class ComposeProject:
         finally:
             await run("docker", "image", "rm", "--force", self.image, deadline_seconds=60)
 
+    async def left_behind(self) -> str:
+        """What the engine still has of the project, empty after `down`."""
+        label = f"label=com.docker.compose.project={self.name}"
+        return "".join(
+            [
+                await run("docker", "ps", "--all", "--filter", label, "--format", "container {{.Names}} "),
+                *[
+                    await run("docker", kind, "ls", "--filter", label, "--format", f"{kind} {{{{.Name}}}} ")
+                    for kind in ("volume", "network")
+                ],
+            ]
+        )
+
     async def compose(
         self, *arguments: str, deadline_seconds: float = 90.0, environment: Mapping[str, str] | None = None
     ) -> str:

@@ -146,6 +146,21 @@ async def test_root_file_systems_are_read_only_except_that_of_kafka(project: Com
     assert writable == {"kafka"}
 
 
+async def test_all_data_lies_in_volumes_of_the_project(project: ComposeProject) -> None:
+    volumes = {
+        (name, mount["Name"], mount["Destination"])
+        for name, each in (await project.until_healthy()).items()
+        for mount in each["Mounts"]
+    }
+    places = {
+        "order-db": "/var/lib/postgresql",
+        "billing-db": "/var/lib/postgresql",
+        "kafka": "/var/lib/kafka/data",
+        "payment-provider": "/var/lib/payment-provider",
+    }
+    assert volumes == {(name, f"{project.name}_{name}", place) for name, place in places.items()}
+
+
 async def test_only_the_three_apis_are_published_and_only_to_this_machine(project: ComposeProject) -> None:
     published = {
         (name, binding["HostIp"], int(binding["HostPort"]))
@@ -157,7 +172,10 @@ async def test_only_the_three_apis_are_published_and_only_to_this_machine(projec
     assert published == {(name, "127.0.0.1", port) for name, port in apis}
 
 
-async def test_image_is_small_and_carries_no_tools_to_build_with(project: ComposeProject) -> None:
+async def test_image_is_small_and_carries_three_commands_and_no_tools_to_build_with(project: ComposeProject) -> None:
+    commands = await project.execute("order-api", "ls", "/opt/chargeonce/bin")
+    assert {"order-service", "billing-service", "payment-provider"} <= set(commands.split())
+    assert "chargeonce" not in commands.split()
     installed = await project.execute("order-api", "du", "-sk", "/opt/chargeonce")
     assert int(installed.split()[0]) < LARGEST_INSTALLATION_KIB
     found = await project.execute(
