@@ -129,7 +129,7 @@ class BackgroundService:
                 log.error("service.refused", service=self.name, reason=refusal.detail)
                 await self.pause(max(1.0, self.backoff.next_seconds()))
             except asyncio.CancelledError as error:
-                if _is_cancelled():
+                if is_cancelled():
                     raise
                 # A library let the cancellation of a task of its own out; nobody asked this service to end.
                 await self._failed(error)
@@ -146,7 +146,8 @@ class BackgroundService:
         await self.pause(wait)
 
 
-def _is_cancelled() -> bool:
+def is_cancelled() -> bool:
+    """Tell whether somebody asked the current task to end, when a CancelledError may also be a library's own."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import structlog
@@ -16,6 +17,7 @@ from shared.kafka.settings import KafkaSettings
 log = structlog.get_logger(__name__)
 
 DAY_MILLISECONDS = 86_400_000
+_CLOSE_DEADLINE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,9 @@ async def ensure_topics(settings: KafkaSettings, specs: Sequence[TopicSpec], dea
     except KafkaError as error:
         raise KafkaFailure(f"{type(error).__name__}: {error}"[:300]) from error
     finally:
-        await admin.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_DEADLINE_SECONDS):
+                await admin.close()
 
 
 async def _create_missing(admin: AIOKafkaAdminClient, specs: Sequence[TopicSpec]) -> None:

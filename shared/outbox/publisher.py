@@ -26,6 +26,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from shared import failpoints
 from shared.errors import KafkaFailure, Refused
 from shared.kafka.producer import IdempotentProducer, Record, RecordBatch
+from shared.lifecycle import is_cancelled
 from shared.outbox.leases import BucketLeases, Lease
 from shared.outbox.log import OutboxLog, StoredEvent
 from shared.telemetry import LATENCY_BUCKETS
@@ -291,6 +292,11 @@ class Publisher:
             self._idle.clear()
             try:
                 await self._send(batch)
+            except asyncio.CancelledError:
+                if is_cancelled():
+                    raise
+                self._fail(KafkaFailure("the client cancelled a batch by itself"))
+                return
             except Exception as error:
                 self._fail(error)
                 return

@@ -150,6 +150,20 @@ async def test_f15_f16_f46_after_a_refused_first_batch_nothing_overtakes_it(outb
     assert not [bucket for bucket in recorded if bucket % 4 == refused.partition]
 
 
+async def test_a_batch_that_the_client_cancels_by_itself_ends_the_publisher_instead_of_its_lane(
+    outbox: OutboxUnderTest,
+) -> None:
+    await outbox.publish(outbox.event("order-1", 0))
+
+    def cancelled(_: FewRecords) -> bool:
+        raise asyncio.CancelledError
+
+    running = await Publishing(outbox, Broker(cancelled), {outbox.topic: 4}).start()
+    async with asyncio.timeout(10):
+        with pytest.raises(KafkaFailure, match="by itself"):
+            await running
+
+
 async def test_f4_progress_covers_only_the_contiguous_prefix_of_a_bucket_over_all_its_topics(
     outbox: OutboxUnderTest, unique_name: str
 ) -> None:
