@@ -43,7 +43,9 @@ def include_object(item: Any, name: str | None, kind: str, reflected: bool, comp
 
 def migrate(connection: Connection) -> None:
     """Run the migrations in one transaction each, with nobody else migrating."""
+    connection.execute(text("SET lock_timeout = 0"))  # another migration may take its time; its locks on tables not
     connection.execute(text("SELECT pg_advisory_lock(:key)"), {"key": _MIGRATION_LOCK})
+    connection.execute(text("RESET lock_timeout"))
     connection.commit()
     context.configure(
         connection=connection,

@@ -24,6 +24,7 @@ from shared.lifecycle import Service
 from shared.outbox.append import EventWriter
 from shared.outbox.bootstrap import relay_services
 from shared.outbox.log import relay_database
+from shared.outbox.upkeep import BacklogMonitor
 from shared.settings import OUTBOX_CHANNEL
 from shared.unit_of_work import UnitsOfWork
 from shared.wakeup import Listener, Notifier
@@ -45,8 +46,9 @@ def build(settings: BillingServiceSettings, roles: Collection[str] = ROLES) -> F
     if "api" in roles:
         services.append(ChargeMonitor(database))
     if "relay" in roles:
-        relay_pool = relay_database(settings.database("relay", pool_size=4))
+        relay_pool = relay_database(settings.database("relay", pool_size=6), settings.relay_lease_seconds)
         other_databases.append(relay_pool)
+        services.append(BacklogMonitor(relay_pool, settings.backlog_degraded_after_seconds))
         services += relay_services(relay_pool, settings.outbox())
     if "consumer" in roles:
         services += _consumer(settings, database)

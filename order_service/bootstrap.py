@@ -36,15 +36,15 @@ def owned_topics(settings: OrderServiceSettings) -> list[TopicSpec]:
 def build(settings: OrderServiceSettings, roles: Collection[str] = ROLES) -> FastAPI:
     """Return the application of one process with the given roles. Connects to nothing yet."""
     database = Database(settings.database("+".join(roles)))
+    relay_pool = relay_database(settings.database("relay", pool_size=6), settings.relay_lease_seconds)
     notifier = Notifier(settings.listen_dsn, OUTBOX_CHANNEL)
     units = UnitsOfWork(database, EventWriter(signal=notifier.signal))
     services: list[Service] = []
-    other_databases: list[Database] = []
     if "api" in roles:
-        services += [notifier, BacklogMonitor(database, settings.backlog_degraded_after_seconds)]
+        services.append(notifier)
+    if "api" in roles or "relay" in roles:
+        services.append(BacklogMonitor(relay_pool, settings.backlog_degraded_after_seconds))
     if "relay" in roles:
-        relay_pool = relay_database(settings.database("relay", pool_size=4))
-        other_databases.append(relay_pool)
         services += relay_services(relay_pool, settings.outbox())
     if "consumer" in roles:
         services += _consumer(settings, database)
@@ -52,7 +52,7 @@ def build(settings: OrderServiceSettings, roles: Collection[str] = ROLES) -> Fas
         title="Order service",
         version="1",
         database=database,
-        other_databases=other_databases,
+        other_databases=[relay_pool],
         services=services,
         state={"checkout": Checkout(units), "consumer_group": settings.consumer_group},
         max_body_bytes=settings.max_body_bytes,

@@ -12,7 +12,12 @@ from sqlalchemy import MetaData, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 
+from shared.errors import Refused
+
 log = structlog.get_logger(__name__)
+
+# What a crash or a failover to a synchronous standby cannot take back; `local` and `remote_write` can lose commits.
+DURABLE = ("on", "remote_apply")
 
 # One naming convention for both databases, so that a migration can name what it drops.
 NAMING_CONVENTION = {
@@ -68,12 +73,21 @@ class Database:
 
     async def _connect(self) -> asyncpg.Connection:
         # The driver reads the address itself, so that everything libpq's form allows works: sslmode, several hosts.
-        return await asyncpg.connect(
+        connection = await asyncpg.connect(
             self.dsn,
             timeout=self.settings.connect_timeout_seconds,
             command_timeout=self.settings.command_timeout_seconds,
             server_settings=self.server_settings(),
         )
+        # Asked, not assumed: a proxy may have dropped the settings on their way.
+        found = await connection.fetchval("SHOW synchronous_commit")
+        if found not in DURABLE:
+            await connection.close()
+            raise Refused(
+                f"synchronous_commit is {found} in the sessions of {self.settings.application_name}: a crash may "
+                "forget orders or charges that were acknowledged. Set it to on, here and in a proxy."
+            )
+        return connection
 
     def server_settings(self) -> dict[str, str]:
         """Return the run-time settings of every session, in PostgreSQL's own names and units (milliseconds)."""
@@ -82,6 +96,7 @@ class Database:
             "application_name": limits.application_name,
             "timezone": "UTC",
             "jit": "off",
+            "synchronous_commit": "on",
             "client_connection_check_interval": "2000",  # a query whose client is gone keeps its locks no longer
             "lock_timeout": _milliseconds(limits.lock_timeout_seconds),
             "transaction_timeout": _milliseconds(limits.transaction_timeout_seconds),

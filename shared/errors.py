@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import asyncpg
+from sqlalchemy.dialects.postgresql.asyncpg import AsyncAdapt_asyncpg_dbapi as _Driver
 from sqlalchemy.exc import DBAPIError, InterfaceError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
@@ -158,7 +159,8 @@ def is_transient(error: BaseException) -> bool:
     if isinstance(error, Unavailable | LeaseLost | PoolTimeout | InterfaceError | OSError | TimeoutError):
         return True
     if isinstance(error, DBAPIError):
-        if error.connection_invalidated:
+        # A migration changed a column under a cached plan; the next attempt makes a new one.
+        if error.connection_invalidated or isinstance(error.orig, _Driver.InvalidCachedStatementError):
             return True
         return _is_transient_state(sqlstate(error), constraint_name(error))
     if isinstance(error, asyncpg.PostgresError):
@@ -180,10 +182,9 @@ def sqlstate(error: BaseException) -> str:
 
 def constraint_name(error: BaseException) -> str | None:
     """Return the name of the violated constraint, where the database told it."""
-    for candidate in (
-        getattr(error, "driver_exception", None),
-        getattr(getattr(error, "orig", None), "__cause__", None),
-    ):
+    # Not SQLAlchemy's driver_exception: that property raises for an error which no driver raised.
+    original = getattr(error, "orig", None)
+    for candidate in (original, getattr(original, "__cause__", None)):
         name = getattr(candidate, "constraint_name", None)
         if name is not None:
             return str(name)

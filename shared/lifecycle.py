@@ -112,6 +112,8 @@ class BackgroundService:
         self.readiness = Readiness(State.DOWN, "stopped")
 
     def ready(self) -> Readiness:
+        if self._task is not None and self._task.done() and not self.stopping.is_set():
+            return Readiness(State.DOWN, "ended unexpectedly; restart this process and report the error in its log")
         return self.readiness
 
     async def pause(self, seconds: float) -> None:
@@ -139,7 +141,11 @@ class BackgroundService:
     async def _failed(self, error: BaseException) -> None:
         wait = self.backoff.next_seconds()
         self.readiness = Readiness(State.DEGRADED, f"{type(error).__name__}; trying again")
-        if is_transient(error):
+        try:
+            passing = is_transient(error)
+        except Exception:  # a verdict on an error must never end the service
+            passing = False
+        if passing:
             log.warning("service.failed", service=self.name, error=describe(error), retry_in_seconds=round(wait, 2))
         else:
             log.error("service.failed", service=self.name, retry_in_seconds=round(wait, 2), exc_info=error)

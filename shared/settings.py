@@ -114,7 +114,6 @@ class ServiceSettings(BaseSettings):
             poll_seconds=self.relay_poll_seconds,
             delivery_deadline_seconds=self.relay_delivery_deadline_seconds,
             retention_hours=self.outbox_retention_hours,
-            backlog_degraded_after_seconds=self.backlog_degraded_after_seconds,
         )
 
     def inbox(self) -> InboxSettings:

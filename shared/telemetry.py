@@ -78,10 +78,13 @@ def _add_trace_id(_logger: object, _name: str, event: structlog.typing.EventDict
 
 
 def trace_headers() -> dict[str, str]:
-    """Return the W3C `traceparent` of the current span, or nothing outside of a trace."""
+    """Return the W3C `traceparent` of the current span, or nothing outside of a trace.
+
+    Not `tracestate` and not baggage: those are the caller's, of any size, and would travel into every event.
+    """
     carrier: dict[str, str] = {}
     inject(carrier)
-    return carrier
+    return {name: value for name, value in carrier.items() if name == "traceparent"}
 
 
 def continued_from(headers: Mapping[str, str]) -> Context:

@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shared import telemetry
 from shared.database import Database
-from shared.errors import FieldError, InvalidInput, ServiceError, TooLarge, Unavailable, is_transient
+from shared.errors import FieldError, InvalidInput, Refused, ServiceError, TooLarge, Unavailable, is_transient
 from shared.lifecycle import Readiness, Service, State, describe, running
 
 log = structlog.get_logger(__name__)
@@ -188,6 +188,8 @@ def worst_of(checks: Any) -> State:
 async def _database_readiness(database: Database) -> Readiness:
     try:
         await database.ping()
+    except Refused as refusal:
+        return Readiness(State.DOWN, refusal.detail)
     except (SQLAlchemyError, OSError, TimeoutError) as error:
         return Readiness(State.DOWN, f"the database does not answer ({type(error).__name__}); requests get 503")
     return Readiness(State.READY)

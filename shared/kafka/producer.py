@@ -81,7 +81,7 @@ class IdempotentProducer:
             max_batch_size=max_batch_bytes,
             max_request_size=max_request_bytes,
             retry_backoff_ms=100,
-            metadata_max_age_ms=60_000,
+            metadata_max_age_ms=30_000,
         )
 
     async def start(self, deadline_seconds: float) -> None:

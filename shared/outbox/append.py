@@ -21,6 +21,9 @@ MAX_EVENT_BYTES = 1_000_000
 _TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}", re.ASCII)  # Kafka's own rule for topic names
 _HEADER_NAME = re.compile(r"[!-~]{1,64}", re.ASCII)
 _MAX_HEADER_CHARACTERS = 1024
+_MAX_EVENT_TYPE_CHARACTERS = 200
+# What the relay adds to a record: its framing and the headers event_id, event_type and traceparent.
+_RECORD_OVERHEAD_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +67,16 @@ class EventWriter:
 
     def check(self, event: OutgoingEvent) -> None:
         """Refuse an event that could never leave. Raises TooLarge or InvalidInput, failing the request that made it."""
-        size = len(event.payload) + len(event.key) + sum(len(n) + len(v) for n, v in event.headers.items())
+        headers = sum(len(name.encode()) + len(value.encode()) for name, value in event.headers.items())
+        size = len(event.payload) + len(event.key) + headers + _RECORD_OVERHEAD_BYTES
         if size > self._max_event_bytes:
             raise TooLarge(f"the event would have {size} bytes and {self._max_event_bytes} can be published; send less")
         if not event.key:
             raise InvalidInput("an event needs a key (its aggregate's id): without one it has no order")
         if not _TOPIC.fullmatch(event.topic):
             raise InvalidInput("the topic's name may have up to 249 letters, digits, dots, dashes and underscores")
+        if not 0 < len(event.event_type) <= _MAX_EVENT_TYPE_CHARACTERS or "\0" in event.event_type:
+            raise InvalidInput(f"an event type has up to {_MAX_EVENT_TYPE_CHARACTERS} characters without NUL")
         for name, value in event.headers.items():
             if not _HEADER_NAME.fullmatch(name) or len(value) > _MAX_HEADER_CHARACTERS or "\0" in value:
                 raise InvalidInput(

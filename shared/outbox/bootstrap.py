@@ -11,7 +11,7 @@ from shared.lifecycle import Service
 from shared.outbox.leases import BucketLeases
 from shared.outbox.publisher import PublisherSettings
 from shared.outbox.relay import LeaseKeeper, Relay
-from shared.outbox.upkeep import BacklogMonitor, OutboxKeeper
+from shared.outbox.upkeep import OutboxKeeper
 from shared.wakeup import Listener
 
 
@@ -26,11 +26,10 @@ class OutboxSettings:
     poll_seconds: float
     delivery_deadline_seconds: float
     retention_hours: float
-    backlog_degraded_after_seconds: float
 
 
 def relay_services(database: Database, settings: OutboxSettings) -> list[Service]:
-    """Return the services of a relay: leases, publishing, wake-up calls, backlog and cleaning.
+    """Return the services of a relay: leases, publishing, wake-up calls and cleaning.
 
     `database` comes from `log.relay_database`, whose sessions plan as the relay needs it; the caller closes it.
     """
@@ -43,6 +42,5 @@ def relay_services(database: Database, settings: OutboxSettings) -> list[Service
         LeaseKeeper(leases, wakeup),
         Relay(database, settings.kafka, leases, wakeup, publishing),
         Listener(settings.listen_dsn, {settings.channel: wakeup.set}),
-        BacklogMonitor(database, settings.backlog_degraded_after_seconds),
         OutboxKeeper(database, settings.retention_hours),
     ]

@@ -6,9 +6,10 @@ successor sends too, for it can record nothing: every progress write checks owne
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from uuid import UUID, uuid4
 
 from sqlalchemy import text
@@ -26,86 +27,97 @@ class Lease:
     cursor: int
 
 
-@dataclass(slots=True)
 class BucketLeases:
-    """The leases of one relay process: `held` is what it may publish now. Refresh three times a lease."""
+    """The leases of one relay process: `held` is what it may publish now.
 
-    database: Database
-    lease_seconds: float
-    owner: UUID = field(default_factory=uuid4)
-    held: dict[int, Lease] = field(default_factory=dict)
-    fair_share: int = BUCKETS
-    _valid_until: float = 0.0
+    A relay holds leases only while it has a producer that works: `join` when there is one, `leave` when it fails, so
+    that a relay which is cut off from Kafka keeps no bucket from those that are not. Refresh three times a lease.
+    """
+
+    def __init__(self, database: Database, lease_seconds: float) -> None:
+        self.lease_seconds = lease_seconds
+        self.owner: UUID = uuid4()
+        self.held: dict[int, Lease] = {}
+        self.joined = False
+        self._database = database
+        self._fair_share = BUCKETS
+        self._valid_until = 0.0
+        # What is held changes in one transaction after the other: an answer never overwrites a later one's.
+        self._turn = asyncio.Lock()
 
     @property
     def valid(self) -> bool:
         """Whether the leases have not run out yet by this process's own monotonic clock."""
         return bool(self.held) and time.monotonic() < self._valid_until
 
+    async def join(self) -> None:
+        """Begin to take part, with the durable cursors of what is taken."""
+        async with self._turn:
+            self.held = {}
+            self.joined = True
+        await self.refresh()
+
     async def refresh(self) -> set[int]:
         """Renew what is held, take a fair share of what is free; return the buckets lost to others since the last time.
 
         One transaction: tell that this relay lives, renew, count the live relays, take up to
         ceil(buckets / relays), with the cursors of what was taken. Surplus buckets are not taken from anyone: their
-        owner gives them back (`surplus`).
+        owner gives them back (`surplus`). Does nothing unless joined.
         """
-        asked_at = time.monotonic()
-        parameters = {"owner": self.owner, "seconds": self.lease_seconds}
-        async with self.database.engine.begin() as connection:
-            live = (await connection.execute(_ANNOUNCE, parameters)).scalar_one()
-            renewed = {row.bucket: row.lease_epoch for row in await connection.execute(_RENEW, parameters)}
-            kept = {b: lease for b, lease in self.held.items() if renewed.get(b) == lease.epoch}
-            wanted = -(-BUCKETS // live) - len(renewed)
-            taken = {}
-            if wanted > 0:
-                rows = await connection.execute(_TAKE, {**parameters, "wanted": wanted})
-                taken = {row.bucket: Lease(row.bucket, row.lease_epoch, row.cursor) for row in rows}
-            # Rows that name this owner although it does not know them: an answer was lost after its commit.
-            forgotten = sorted(set(renewed) - set(kept))
-            if forgotten:
+        async with self._turn:
+            if not self.joined:
+                return set()
+            asked_at = time.monotonic()
+            parameters = {"owner": self.owner, "seconds": self.lease_seconds}
+            async with self._database.engine.begin() as connection:
+                live = (await connection.execute(_ANNOUNCE, parameters)).scalar_one()
+                renewed = {row.bucket: row.lease_epoch for row in await connection.execute(_RENEW, parameters)}
+                kept = {b: lease for b, lease in self.held.items() if renewed.get(b) == lease.epoch}
+                # Rows that name this owner although it does not hold them: it left, or an answer was lost.
+                forgotten = sorted(set(renewed) - set(kept))
                 rows = await connection.execute(_READ_OWNED, {**parameters, "buckets": forgotten})
-                taken.update({row.bucket: Lease(row.bucket, row.lease_epoch, row.cursor) for row in rows})
-        lost = set(self.held) - set(kept)
-        self.held = {**kept, **taken}
-        self.fair_share = -(-BUCKETS // live)
-        self._valid_until = asked_at + self.lease_seconds
-        return lost
-
-    async def reload(self) -> None:
-        """Read the durable cursors of what is held again: a producer was abandoned and its batches are in doubt."""
-        async with self.database.engine.begin() as connection:
-            rows = await connection.execute(_READ_OWNED, {"owner": self.owner, "buckets": list(self.held)})
-            durable = {row.bucket: Lease(row.bucket, row.lease_epoch, row.cursor) for row in rows}
-        self.held = {
-            b: durable[b] for b, lease in self.held.items() if b in durable and durable[b].epoch == lease.epoch
-        }
+                taken = [Lease(row.bucket, row.lease_epoch, row.cursor) for row in rows]
+                wanted = -(-BUCKETS // live) - len(renewed)
+                if wanted > 0:
+                    rows = await connection.execute(_TAKE, {**parameters, "wanted": wanted})
+                    taken += [Lease(row.bucket, row.lease_epoch, row.cursor) for row in rows]
+            lost = set(self.held) - set(kept)
+            self.held = {**kept, **{lease.bucket: lease for lease in taken}}
+            self._fair_share = -(-BUCKETS // live)
+            self._valid_until = asked_at + self.lease_seconds
+            return lost
 
     def surplus(self) -> list[int]:
         """Return the buckets beyond the fair share, to be given back once nothing of theirs is in flight."""
-        return sorted(self.held)[self.fair_share :]
+        return sorted(self.held)[self._fair_share :]
 
     async def release(self, buckets: Collection[int]) -> None:
         """Give buckets back at once instead of letting their leases run out."""
-        if not buckets:
+        async with self._turn:
+            await self._release(buckets)
+
+    async def leave(self) -> None:
+        """Give everything back and stop taking part, until the next `join`."""
+        async with self._turn:
+            self.joined = False
+            await self._release(list(self.held))
+            async with self._database.engine.begin() as connection:
+                await connection.execute(text("DELETE FROM outbox_relay WHERE owner = :owner"), {"owner": self.owner})
+
+    async def _release(self, buckets: Collection[int]) -> None:
+        epochs = {bucket: self.held.pop(bucket).epoch for bucket in buckets if bucket in self.held}
+        if not epochs:
             return
-        epochs = {bucket: self.held[bucket].epoch for bucket in buckets if bucket in self.held}
-        for bucket in epochs:
-            del self.held[bucket]
-        async with self.database.engine.begin() as connection:
+        async with self._database.engine.begin() as connection:
             await connection.execute(
                 _RELEASE, {"owner": self.owner, "buckets": list(epochs), "epochs": list(epochs.values())}
             )
 
-    async def leave(self) -> None:
-        """Give everything back: this relay ends."""
-        await self.release(list(self.held))
-        async with self.database.engine.begin() as connection:
-            await connection.execute(text("DELETE FROM outbox_relay WHERE owner = :owner"), {"owner": self.owner})
-
-    def lose(self, buckets: Collection[int]) -> None:
-        """Forget buckets that a fenced write found to be somebody else's."""
-        for bucket in buckets:
-            self.held.pop(bucket, None)
+    def lose(self, bucket: int, epoch: int) -> None:
+        """Forget a bucket that a fenced write found to be somebody else's, unless it was taken again since."""
+        lease = self.held.get(bucket)
+        if lease is not None and lease.epoch == epoch:
+            del self.held[bucket]
 
 
 # clock_timestamp(), not now(): a statement that waited for a lock must not shorten or lengthen a lease.

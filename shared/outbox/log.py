@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any
 from uuid import UUID
 
 from sqlalchemy import text
@@ -43,9 +42,24 @@ class StoredEvent:
         return len(self.payload) + len(self.key) + 200
 
 
-def relay_database(settings: DatabaseSettings) -> Database:
-    """Return a database whose sessions plan as the relay needs it."""
-    return Database(replace(settings, session_settings={**settings.session_settings, **PLANNER_SWITCHES}))
+def relay_database(settings: DatabaseSettings, lease_seconds: float) -> Database:
+    """Return a database whose sessions plan as the relay needs it, and whose calls end before a lease does."""
+    return Database(
+        replace(
+            settings,
+            command_timeout_seconds=min(settings.command_timeout_seconds, max(1.0, 0.8 * lease_seconds)),
+            session_settings={**settings.session_settings, **PLANNER_SWITCHES},
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """How much to read at once: rows in all, and rows and payload bytes of each bucket."""
+
+    rows: int
+    rows_per_bucket: int
+    bytes_per_bucket: int
 
 
 class OutboxLog:
@@ -58,15 +72,17 @@ class OutboxLog:
         """Return a connection in autocommit."""
         return self._engine.connect()
 
-    async def read(
-        self, connection: AsyncConnection, cursors: Mapping[int, int], rows_per_bucket: int, row_limit: int
-    ) -> Sequence[StoredEvent]:
-        """Return the next events of each bucket behind its cursor, in order inside a bucket."""
+    async def read(self, connection: AsyncConnection, cursors: Mapping[int, int], page: Page) -> Sequence[StoredEvent]:
+        """Return the next events of each bucket behind its cursor, in order inside a bucket, within the page's limits.
+
+        A bucket's first event is always included, whatever its size.
+        """
         parameters = {
             "buckets": list(cursors),
             "cursors": list(cursors.values()),
-            "rows": rows_per_bucket,
-            "row_limit": row_limit,
+            "rows": page.rows_per_bucket,
+            "bytes": page.bytes_per_bucket,
+            "all_rows": page.rows,
         }
         rows = await connection.execute(_READ, parameters)
         return [StoredEvent(*row) for row in rows]
@@ -91,12 +107,16 @@ _READ = text("""
     SELECT c.bucket, e.position, e.event_id, e.topic, e.key, e.event_type, e.payload, e.headers, e.created_at
     FROM unnest(CAST(:buckets AS smallint[]), CAST(:cursors AS bigint[])) AS c (bucket, position)
     CROSS JOIN LATERAL (
-        SELECT * FROM outbox_event
-        WHERE outbox_event.bucket = c.bucket AND outbox_event.position > c.position
-        ORDER BY outbox_event.position
-        LIMIT :rows
+        SELECT *, sum(octet_length(r.payload)) OVER (ORDER BY r.position) - octet_length(r.payload) AS bytes_before
+        FROM (
+            SELECT * FROM outbox_event
+            WHERE outbox_event.bucket = c.bucket AND outbox_event.position > c.position
+            ORDER BY outbox_event.position
+            LIMIT :rows
+        ) AS r
     ) AS e
-    LIMIT :row_limit
+    WHERE e.bytes_before < :bytes
+    LIMIT :all_rows
 """)
 
 _WRITE_PROGRESS = text("""
@@ -118,33 +138,37 @@ _WRITE_PROGRESS = text("""
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """What waits in the outbox. `events` is exact up to `CAP` and means "at least" there."""
+    """What waits in the outbox. `events` is exact up to `PER_BUCKET` in each bucket, and a lower bound beyond."""
 
     events: int
+    at_least: bool
     oldest_age_seconds: float
 
-    CAP = 10_000
+    PER_BUCKET = 500
 
 
 async def measure_backlog(connection: AsyncConnection) -> Backlog:
-    """Count the unpublished events, cheaply: by index, at most `Backlog.CAP` of them (field report F40)."""
-    row = (await connection.execute(_BACKLOG, {"cap": Backlog.CAP})).one()
-    return Backlog(row.events, max(0.0, float(row.oldest_age_seconds or 0.0)))
+    """Count the unpublished events, cheaply: by index, a bounded number of each bucket (field report F40).
+
+    Use a connection of `relay_database`: a plan cached while the log was empty would read all of it (F8).
+    """
+    row = (await connection.execute(_BACKLOG, {"most": Backlog.PER_BUCKET})).one()
+    return Backlog(row.events, bool(row.at_least), max(0.0, float(row.oldest_age_seconds or 0.0)))
 
 
 _BACKLOG = text("""
-    SELECT count(*) AS events, extract(epoch FROM clock_timestamp() - min(created_at)) AS oldest_age_seconds
-    FROM (
-        SELECT e.created_at
-        FROM outbox_bucket b
-        CROSS JOIN LATERAL (
-            SELECT coalesce(max(position), 0) AS position FROM outbox_progress WHERE bucket = b.bucket
-        ) AS cursor
-        CROSS JOIN LATERAL (
+    SELECT coalesce(sum(waiting.events), 0) AS events, coalesce(bool_or(waiting.events >= :most), false) AS at_least,
+           extract(epoch FROM clock_timestamp() - min(waiting.oldest)) AS oldest_age_seconds
+    FROM outbox_bucket b
+    CROSS JOIN LATERAL (
+        SELECT coalesce(max(position), 0) AS position FROM outbox_progress WHERE bucket = b.bucket
+    ) AS cursor
+    CROSS JOIN LATERAL (
+        SELECT count(*) AS events, min(e.created_at) AS oldest
+        FROM (
             SELECT created_at FROM outbox_event
-            WHERE bucket = b.bucket AND position > cursor.position ORDER BY position LIMIT :cap
+            WHERE bucket = b.bucket AND position > cursor.position ORDER BY position LIMIT :most
         ) AS e
-        LIMIT :cap
     ) AS waiting
 """)
 
@@ -152,32 +176,32 @@ _BACKLOG = text("""
 async def refusal(connection: AsyncConnection) -> str | None:
     """Return why no relay may run on this database, with what to do about it; None when all is well.
 
-    Field report F52: a restored or logically replicated database may have its sequence below a cursor, and new events
-    would then be drawn positions that every relay has passed.
+    Field report F52: a restored or logically replicated database may have its sequence below positions that exist or
+    were published. New events would then be drawn positions that relays have passed or will pass.
     """
     row = (await connection.execute(_CHECKS)).one()
-    problems: dict[str, Any] = {
-        (
-            f"the sequence outbox_event_position stands at {row.last_value}, below the published {row.cursor}, "
-            "so new events would never be sent. The database was restored or copied without its sequences; "
-            f"run SELECT setval('outbox_event_position', {row.cursor}) and start again."
-        ): row.last_value < row.cursor,
-        (
+    if row.next_position <= row.highest:
+        return (
+            f"the sequence outbox_event_position would draw {row.next_position} next, and positions up to "
+            f"{row.highest} are taken: new events would never be sent. The database was restored or copied without "
+            f"its sequences. Stop the writers, run SELECT setval('outbox_event_position', {row.highest}) and start again."
+        )
+    if row.cache_size != 1:
+        return (
             f"the sequence outbox_event_position has CACHE {row.cache_size}: positions are then not in commit order "
             "and events get lost. Run ALTER SEQUENCE outbox_event_position CACHE 1."
-        ): row.cache_size != 1,
-        (
-            "synchronous_commit is off for this role or database: a crash may forget orders whose events were sent. "
-            "Set it to on."
-        ): row.synchronous_commit == "off",
-    }
-    return next((message for message, found in problems.items() if found), None)
+        )
+    return None
 
 
 _CHECKS = text("""
-    SELECT s.last_value, q.seqcache AS cache_size, current_setting('synchronous_commit') AS synchronous_commit,
-           coalesce((SELECT max(p.position) FROM outbox_bucket b CROSS JOIN LATERAL (
-               SELECT max(position) AS position FROM outbox_progress WHERE bucket = b.bucket) AS p), 0) AS cursor
-    FROM outbox_event_position s, pg_sequence q
+    SELECT CASE WHEN s.is_called THEN s.last_value + 1 ELSE s.last_value END AS next_position,
+           q.seqcache AS cache_size, highest.position AS highest
+    FROM outbox_event_position s, pg_sequence q, (
+        SELECT coalesce(greatest(max(published.position), max(stored.position)), 0) AS position
+        FROM outbox_bucket b
+        CROSS JOIN LATERAL (SELECT max(position) AS position FROM outbox_progress WHERE bucket = b.bucket) AS published
+        CROSS JOIN LATERAL (SELECT max(position) AS position FROM outbox_event WHERE bucket = b.bucket) AS stored
+    ) AS highest
     WHERE q.seqrelid = 'outbox_event_position'::regclass
 """)

@@ -7,7 +7,7 @@ Rules that keep the order of each key, with the field reports that taught them:
   read again from the durable progress by the next one: second copies at worst, never a gap.
 - Progress covers only the contiguous acknowledged prefix of each bucket, under the lease's epoch (F4, F5).
 
-Reading and building the next batches overlap with sending the current ones; memory is bounded in bytes.
+Reading and building the next batches overlap with sending the current ones; what is read is bounded in bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -28,7 +28,7 @@ from shared.errors import KafkaFailure, Refused
 from shared.kafka.producer import IdempotentProducer, Record, RecordBatch
 from shared.lifecycle import is_cancelled
 from shared.outbox.leases import BucketLeases, Lease
-from shared.outbox.log import OutboxLog, StoredEvent
+from shared.outbox.log import OutboxLog, Page, StoredEvent, refusal
 from shared.telemetry import LATENCY_BUCKETS
 
 log = structlog.get_logger(__name__)
@@ -51,9 +51,11 @@ class PublisherSettings:
     progress_interval_seconds: float = 0.05
     delivery_deadline_seconds: float = 45.0
     stop_deadline_seconds: float = 5.0
-    partition_check_seconds: float = 30.0
+    check_seconds: float = 30.0
+    healthy_after_seconds: float = 5.0
     rows_per_read: int = 4800
     least_rows_per_bucket: int = 50
+    bytes_per_read: int = 16_000_000
     max_buffered_bytes: int = 16_000_000
 
 
@@ -120,6 +122,7 @@ class Publisher:
         settings: PublisherSettings,
         stopping: asyncio.Event,
         wakeup: asyncio.Event,
+        on_healthy: Callable[[], None] = lambda: None,
     ) -> None:
         self._producer = producer
         self._outbox = outbox
@@ -128,6 +131,7 @@ class Publisher:
         self._settings = settings
         self._stopping = stopping
         self._wakeup = wakeup
+        self._on_healthy = on_healthy
         self._buckets: dict[int, _Bucket] = {}
         self._lanes: dict[tuple[str, int], _Lane] = {}
         self._lane_tasks: set[asyncio.Task[None]] = set()
@@ -162,14 +166,20 @@ class Publisher:
 
     async def _read_and_build(self) -> None:
         poll = self._settings.first_poll_seconds
-        check_at = time.monotonic() + self._settings.partition_check_seconds
+        began = time.monotonic()
+        check_at = began + self._settings.check_seconds
+        healthy = False
         async with self._outbox.connect() as connection:
             while self._failure is None and not self._stopping.is_set():
                 self._wakeup.clear()
                 await self._follow_leases()
-                if time.monotonic() > check_at:
-                    self._check_partitions()
-                    check_at = time.monotonic() + self._settings.partition_check_seconds
+                now = time.monotonic()
+                if now > check_at:
+                    await self._check(connection)
+                    check_at = now + self._settings.check_seconds
+                if not healthy and now - began > self._settings.healthy_after_seconds:
+                    healthy = True
+                    self._on_healthy()
                 read = await self._read_page(connection) if self._has_room and self._leases.valid else 0
                 if read:
                     poll = self._settings.first_poll_seconds
@@ -181,11 +191,14 @@ class Publisher:
         """Read what follows in every bucket, put it into the lanes, and return the number of events read."""
         reading = self._in_turn()
         cursors = {number: bucket.read_up_to for number, bucket in reading.items()}
-        page = self._rows_per_bucket()
-        row_limit = 2 * self._settings.rows_per_read
-        events = await self._outbox.read(connection, cursors, page, row_limit) if cursors else ()
-        counts = Counter(event.bucket for event in events)
-        self._full_buckets = sum(rows >= page for rows in counts.values()) or int(len(events) >= row_limit)
+        page = self._page()
+        events = await self._outbox.read(connection, cursors, page) if cursors else ()
+        rows = Counter(event.bucket for event in events)
+        sizes = Counter[int]()
+        for event in events:
+            sizes[event.bucket] += len(event.payload)
+        full = [b for b in rows if rows[b] >= page.rows_per_bucket or sizes[b] >= page.bytes_per_bucket]
+        self._full_buckets = len(full) or int(len(events) >= page.rows)
         if events:
             failpoints.hit("R1")
             self._build(events, reading)
@@ -201,10 +214,17 @@ class Publisher:
     def _has_room(self) -> bool:
         return self._buffered_bytes < self._settings.max_buffered_bytes
 
-    def _rows_per_bucket(self) -> int:
-        """Return how many rows of each bucket to read: the more, the fewer buckets had a full page the last time."""
-        share = self._settings.rows_per_read // max(1, self._full_buckets or len(self._buckets))
-        return max(self._settings.least_rows_per_bucket, share)
+    def _page(self) -> Page:
+        """Return how much of each bucket to read: the more, the fewer buckets had a full page the last time.
+
+        With 96 buckets and the largest events a page is some 100 MB; with ordinary ones it is bounded by its rows.
+        """
+        readers = max(1, self._full_buckets or len(self._buckets))
+        return Page(
+            rows=2 * self._settings.rows_per_read,
+            rows_per_bucket=max(self._settings.least_rows_per_bucket, self._settings.rows_per_read // readers),
+            bytes_per_bucket=self._settings.bytes_per_read // max(1, len(self._buckets)),
+        )
 
     async def _wait_for_work(self, seconds: float) -> None:
         with suppress(TimeoutError):
@@ -226,7 +246,11 @@ class Publisher:
                 self._buckets.pop(number, None)
             await self._leases.release(settled)
 
-    def _check_partitions(self) -> None:
+    async def _check(self, connection: AsyncConnection) -> None:
+        """Look again at what would make publishing wrong. Raises Refused."""
+        problem = await refusal(connection)
+        if problem:
+            raise Refused(problem)
         for topic, registered in self._partitions.items():
             found = self._producer.known_partition_count(topic)
             if found is not None and found != registered:
@@ -296,6 +320,10 @@ class Publisher:
                 if is_cancelled():
                     raise
                 self._fail(KafkaFailure("the client cancelled a batch by itself"))
+                return
+            except KafkaFailure as failure:
+                place = f"{batch.records.topic}/{batch.records.partition}"
+                self._fail(KafkaFailure(f"{place}: {failure.detail}", permanent=failure.permanent))
                 return
             except Exception as error:
                 self._fail(error)
@@ -375,7 +403,7 @@ class Publisher:
                 log.warning("relay.lease_lost", bucket=number, epoch=epoch, position=position)
                 LOST.inc()
                 del self._buckets[number]
-                self._leases.lose([number])
+                self._leases.lose(number, epoch)
 
 
 def kafka_headers(event: StoredEvent) -> list[tuple[str, bytes]]:

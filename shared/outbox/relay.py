@@ -34,7 +34,7 @@ _START_DEADLINE_SECONDS = 10.0
 
 
 class LeaseKeeper(BackgroundService):
-    """Renews this relay's leases three times a lease, and takes its fair share of what is free."""
+    """Renews the leases of a relay that publishes, three times a lease, and takes its fair share of what is free."""
 
     name = "relay-leases"
 
@@ -42,6 +42,12 @@ class LeaseKeeper(BackgroundService):
         super().__init__()
         self._leases = leases
         self._wakeup = wakeup
+
+    def ready(self) -> Readiness:
+        told = super().ready()
+        if told.state is State.READY and self._leases.held and not self._leases.valid:
+            return Readiness(State.DEGRADED, "leases ran out, the database does not renew them: nothing is published")
+        return told
 
     async def run(self) -> None:
         while not self.stopping.is_set():
@@ -82,13 +88,14 @@ class Relay(BackgroundService):
         self._leases = leases
         self._wakeup = wakeup
         self._settings = settings
+        self._failing = False
 
     def wake(self) -> None:
         """Look for new events now."""
         self._wakeup.set()
 
     async def run(self) -> None:
-        """Publish until stopping, with a new producer after each failure; give the leases back at the end."""
+        """Publish until stopping, with a new producer after each failure."""
         async with self._outbox.connect() as connection:
             problem = await refusal(connection)
         if problem:
@@ -99,7 +106,6 @@ class Relay(BackgroundService):
                 await self._publish(partitions)
             except KafkaFailure as failure:
                 await self._after(failure)
-        await self._leave()
 
     async def _publish(self, partitions: dict[str, int]) -> None:
         producer = IdempotentProducer(self._kafka, max_batch_bytes=MAX_BATCH_BYTES, max_request_bytes=MAX_REQUEST_BYTES)
@@ -107,10 +113,10 @@ class Relay(BackgroundService):
             await producer.start(_START_DEADLINE_SECONDS)
             await _check_topics(producer, partitions)
             SESSIONS.inc()
-            await self._leases.reload()
-            self.readiness = READY
-            self.backoff.reset()
+            await self._leases.join()
             log.info("relay.publishing", buckets=len(self._leases.held), topics=sorted(partitions))
+            if not self._failing:
+                self._healthy()
             await Publisher(
                 producer=producer,
                 outbox=self._outbox,
@@ -119,19 +125,31 @@ class Relay(BackgroundService):
                 settings=self._settings,
                 stopping=self.stopping,
                 wakeup=self._wakeup,
+                on_healthy=self._healthy,
             ).run()
         finally:
             await producer.abandon()
+            await self._leave()
+
+    def _healthy(self) -> None:
+        """A first producer has started, or one after a failure has lived for a while."""
+        self._failing = False
+        self.readiness = READY
+        self.backoff.reset()
 
     async def _after(self, failure: KafkaFailure) -> None:
+        self._failing = True
         wait = self.backoff.next_seconds()
         FAILURES.labels("refused" if failure.permanent else "transient").inc()
         meaning = "events wait in the outbox and none is lost; orders are still accepted"
+        if failure.permanent:
+            meaning = "the broker refuses an event for good; those behind it in its partition wait, none is lost"
         self.readiness = Readiness(State.DEGRADED, f"Kafka did not take events ({failure.detail}); {meaning}")
         log.warning("relay.producer_abandoned", error=failure.detail, meaning=meaning, retry_in_seconds=round(wait, 2))
         await self.pause(wait)
 
     async def _leave(self) -> None:
+        """Give the buckets to relays that can publish; without a database they become free when the leases end."""
         try:
             await self._leases.leave()
         except (SQLAlchemyError, OSError, TimeoutError) as error:

@@ -15,7 +15,7 @@ from shared.schedule import PeriodicService
 log = structlog.get_logger(__name__)
 
 UNPUBLISHED = Gauge(
-    "outbox_unpublished_events", f"Events waiting in the outbox; {Backlog.CAP} means at least that many."
+    "outbox_unpublished_events", f"Events waiting in the outbox; a lower bound past {Backlog.PER_BUCKET} of one bucket."
 )
 OLDEST_AGE = Gauge("outbox_oldest_unpublished_age_seconds", "Age of the oldest event that waits in the outbox.")
 DELETED = Counter("outbox_deleted_rows", "Published rows removed after the retention.", ["table"])
@@ -25,7 +25,10 @@ _KEEPER_LOCK = 0x4B454550
 
 
 class BacklogMonitor(PeriodicService):
-    """Measures what waits in the outbox; degraded, with the reason, while events do not leave."""
+    """Measures what waits in the outbox; degraded, with the reason, while events do not leave.
+
+    Takes a database of `log.relay_database`, for the plans that the measurement needs.
+    """
 
     name = "outbox-backlog"
 
@@ -41,7 +44,7 @@ class BacklogMonitor(PeriodicService):
         OLDEST_AGE.set(backlog.oldest_age_seconds)
         self.readiness = READY
         if backlog.oldest_age_seconds > self._degraded_after_seconds:
-            count = f"{backlog.events}{'+' if backlog.events >= Backlog.CAP else ''}"
+            count = f"{'at least ' if backlog.at_least else ''}{backlog.events}"
             self.readiness = Readiness(
                 State.DEGRADED,
                 f"events do not leave the outbox: {count} wait, the oldest for {backlog.oldest_age_seconds:.0f} s. "

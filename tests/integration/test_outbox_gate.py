@@ -17,7 +17,7 @@ from shared.errors import KafkaFailure
 from shared.kafka.producer import IdempotentProducer, Record, RecordBatch
 from shared.kafka.topics import TopicSpec
 from shared.outbox.leases import BucketLeases
-from shared.outbox.log import OutboxLog
+from shared.outbox.log import OutboxLog, Page
 from shared.outbox.publisher import Publisher, PublisherSettings
 from shared.outbox.topics import register_topics
 from tests.support.outbox import OutboxUnderTest, outbox_under_test, until
@@ -101,7 +101,7 @@ class Publishing:
         )
 
     async def start(self) -> asyncio.Task[None]:
-        await self.leases.refresh()
+        await self.leases.join()
         return asyncio.create_task(self.publisher.run())
 
     async def stop(self, running: asyncio.Task[None]) -> None:
@@ -216,13 +216,13 @@ async def test_f8_a_burst_into_an_empty_analysed_log_is_read_by_index(outbox: Ou
     from shared.outbox.log import relay_database
     from tests.support.outbox import database_settings
 
-    relay = relay_database(database_settings(outbox.dsn))
+    relay = relay_database(database_settings(outbox.dsn), 10.0)
     log = OutboxLog(relay)
     try:
         async with log.connect() as connection:
             await connection.exec_driver_sql("ANALYZE outbox_event")
             for _ in range(8):  # long enough for the server to keep a generic plan
-                assert not await log.read(connection, dict.fromkeys(range(96), 0), 50, 9600)
+                assert not await log.read(connection, dict.fromkeys(range(96), 0), Page(9600, 50, 10**6))
             await connection.exec_driver_sql(
                 "INSERT INTO outbox_event (event_id, bucket, topic, key, event_type, payload) "
                 "SELECT gen_random_uuid(), n % 96, 't', 'k', 'e', repeat('x', 300)::bytea "
@@ -238,7 +238,7 @@ async def test_f8_a_burst_into_an_empty_analysed_log_is_read_by_index(outbox: Ou
             await connection.exec_driver_sql("SELECT pg_stat_force_next_flush()")
             before = (await connection.exec_driver_sql(scans)).scalar_one()
             for _ in range(3):
-                assert not await log.read(connection, cursors, 50, 9600)
+                assert not await log.read(connection, cursors, Page(9600, 50, 10**6))
             await connection.exec_driver_sql("SELECT pg_stat_force_next_flush()")
             assert (await connection.exec_driver_sql(scans)).scalar_one() == before
     finally:

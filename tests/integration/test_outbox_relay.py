@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import asyncpg
 import pytest
+from sqlalchemy import text
 
-from chargeonce.stack import KafkaBroker
-from shared.outbox.append import bucket_of
+from chargeonce.stack import KafkaBroker, free_ports
+from shared.kafka.settings import KafkaSettings
+from shared.lifecycle import State
+from shared.outbox.append import EventWriter, bucket_of
+from shared.outbox.publisher import PublisherSettings
+from shared.outbox.relay import SESSIONS
+from shared.unit_of_work import UnitsOfWork
 from shared.wakeup import Notifier
 from tests.support.outbox import OutboxUnderTest, outbox_under_test, scalar, until
 
@@ -77,9 +85,11 @@ async def test_f4_relays_that_join_and_leave_share_the_buckets_and_keep_the_orde
             number = next(numbers)
             await outbox.publish(*(outbox.event(f"order-{key}", number) for key in range(40)))
 
-    async with outbox.relay() as first:
+    async with outbox.relay() as one:
+        first = one._leases
         writing = asyncio.create_task(write())
-        async with outbox.relay() as second, outbox.relay() as third:
+        async with outbox.relay() as two, outbox.relay() as three:
+            second, third = two._leases, three._leases
             await until(lambda: min(len(first.held), len(second.held), len(third.held)) >= 30, what="fair shares")
             assert set(first.held).isdisjoint(second.held)
         await until(lambda: len(first.held) == 96, what="the buckets of those that left")
@@ -92,7 +102,8 @@ async def test_f5_progress_of_a_stale_epoch_is_not_recorded(outbox: OutboxUnderT
     from shared.outbox.log import OutboxLog
 
     await outbox.publish(outbox.event("order-1", 0))
-    async with outbox.relay() as leases:
+    async with outbox.relay() as relay:
+        leases = relay._leases
         await outbox.drained()
         log = OutboxLog(outbox.database)
         bucket, lease = next(iter(leases.held.items()))
@@ -133,14 +144,129 @@ async def test_f3_a_held_snapshot_and_an_open_writer_elsewhere_delay_no_other_ke
 async def test_f52_a_sequence_below_the_cursor_is_refused_with_what_to_do(outbox: OutboxUnderTest) -> None:
     from shared.outbox.log import OutboxLog, refusal
 
-    await outbox.publish(outbox.event("order-1", 0))
+    await outbox.publish(*(outbox.event("order-1", number) for number in range(10)))
     async with outbox.relay():
         await outbox.drained()
+    await outbox.publish(*(outbox.event("order-1", number) for number in range(10, 20)))
     log = OutboxLog(outbox.database)
     async with log.connect() as connection:
         assert await refusal(connection) is None
-        await connection.exec_driver_sql("INSERT INTO outbox_progress (bucket, position) VALUES (5, 5000)")
-        assert "setval('outbox_event_position', 5000)" in (await refusal(connection) or "")
+        await connection.exec_driver_sql("SELECT setval('outbox_event_position', 1, false)")  # rows without sequences
+        remedy = re.search(r"SELECT setval\('outbox_event_position', 20\)", await refusal(connection) or "")
+        assert remedy, "the positions of events that still wait count too"
+        await connection.exec_driver_sql(remedy.group())
+        assert await refusal(connection) is None
+    await outbox.publish(*(outbox.event("order-1", number) for number in range(20, 25)))
+    async with outbox.relay():
+        await outbox.drained()
+    outbox.check_order(await outbox.arrived())
+
+
+async def test_f52_a_sequence_that_falls_behind_while_the_relay_runs_stops_it(outbox: OutboxUnderTest) -> None:
+    await outbox.publish(outbox.event("order-1", 0), outbox.event("order-1", 1))
+    async with outbox.relay(publishing=PublisherSettings(check_seconds=0.1, poll_seconds=0.05)) as relay:
+        await outbox.drained()
+        await scalar(outbox.database, "SELECT setval('outbox_event_position', 1, false)")
+        await until(lambda: relay.ready().state is State.DOWN and "setval" in relay.ready().reason)
+
+
+async def test_f52_rows_without_any_progress_and_a_fresh_sequence_are_refused(outbox: OutboxUnderTest) -> None:
+    from shared.outbox.log import OutboxLog, refusal
+
+    await outbox.publish(outbox.event("order-1", 0))
+    async with OutboxLog(outbox.database).connect() as connection:
+        await connection.exec_driver_sql("SELECT setval('outbox_event_position', 1, false)")
+        assert "setval('outbox_event_position', 1)" in (await refusal(connection) or "")
+
+
+async def test_a_relay_that_cannot_publish_leaves_the_buckets_to_one_that_can(outbox: OutboxUnderTest) -> None:
+    [nobody] = free_ports(1)
+    cut_off = KafkaSettings(f"127.0.0.1:{nobody}", client_id="cut-off")
+    await outbox.publish(*(outbox.event(f"order-{key}", 0) for key in range(40)))
+    async with outbox.relay(kafka=cut_off) as idle:
+        await until(lambda: idle.ready().state is State.DEGRADED)
+        async with outbox.relay():
+            await outbox.drained(deadline_seconds=15)
+        assert "none is lost" in idle.ready().reason
+    outbox.check_order(await outbox.arrived())
+
+
+async def test_f15_a_relay_that_lost_its_broker_gives_its_buckets_back(
+    database_url: str, stack_directory: Path, unique_name: str
+) -> None:
+    broker = KafkaBroker(stack_directory / unique_name)
+    await broker.start()
+    try:
+        async with outbox_under_test(database_url, broker.bootstrap_servers, unique_name) as outbox:
+            settings = PublisherSettings(poll_seconds=0.05, delivery_deadline_seconds=1.0)
+            async with outbox.relay(publishing=settings) as relay:
+                await outbox.publish(outbox.event("order-1", 0))
+                await outbox.drained()
+                await broker.kill()
+                await outbox.publish(outbox.event("order-1", 1))
+                await until(lambda: relay.ready().state is State.DEGRADED)
+                held = "SELECT count(*) FROM outbox_bucket WHERE lease_owner IS NOT NULL"
+                async with asyncio.timeout(20):
+                    while await scalar(outbox.database, held):
+                        await asyncio.sleep(0.05)
+                await broker.start()
+                await outbox.drained()
+                await until(lambda: relay.ready().state is State.READY)
+            outbox.check_order(await outbox.arrived())
+    finally:
+        await broker.kill()
+
+
+async def test_f18_a_topic_with_another_partition_count_than_registered_is_refused(outbox: OutboxUnderTest) -> None:
+    await outbox.publish(outbox.event("order-1", 0))
+    await scalar(outbox.database, "UPDATE outbox_topic SET partitions = 6 RETURNING 1", commit=True)
+    async with outbox.relay() as relay:
+        await until(lambda: "partitions" in relay.ready().reason)
+        assert relay.ready().state is State.DOWN
+        assert "has 12 partitions and was registered with 6" in relay.ready().reason
+        assert not await outbox.arrived()
+    assert await outbox.unpublished() == 1
+
+
+async def test_f12_an_event_the_broker_refuses_blocks_only_its_partition_and_the_relay_does_not_spin(
+    outbox: OutboxUnderTest,
+) -> None:
+    outbox.units = UnitsOfWork(outbox.database, EventWriter(max_event_bytes=3_000_000))
+    keys = [f"order-{number}" for number in range(200)]
+    blocked = bucket_of(b"order-0") % outbox.partitions
+    await outbox.publish(outbox.event("order-0", 0, payload=b"order-0:0" + b"x" * 1_200_000))
+    await outbox.publish(
+        *(outbox.event(key, 0) for key in keys if bucket_of(key.encode()) % outbox.partitions != blocked)
+    )
+    before = SESSIONS._value.get()
+    async with outbox.relay() as relay:
+        async with asyncio.timeout(30):
+            while await outbox.unpublished() > 1:
+                await asyncio.sleep(0.1)
+        await until(lambda: "refuses an event for good" in relay.ready().reason)
+        assert f"{outbox.topic}/{blocked}" in relay.ready().reason
+        await asyncio.sleep(3)  # long enough for a relay that spins to start dozens of producers
+        assert SESSIONS._value.get() - before < 12
+
+
+async def test_the_backlog_is_measured_with_the_oldest_of_all_buckets(outbox: OutboxUnderTest) -> None:
+    from shared.outbox.log import Backlog, OutboxLog, measure_backlog
+
+    await outbox.publish(outbox.event("order-old", 0))
+    last, first = bucket_of(b"order-old"), 0
+    insert = text(
+        "INSERT INTO outbox_event (event_id, bucket, topic, key, event_type, payload, created_at) "
+        "SELECT gen_random_uuid(), :bucket, 't', 'k', 'e', 'p', now() - make_interval(secs => :age) "
+        "FROM generate_series(1, :rows)"
+    )
+    assert last != first
+    async with OutboxLog(outbox.database).connect() as connection:
+        await connection.execute(insert, {"bucket": last, "age": 3600.0, "rows": 1})
+        await connection.execute(insert, {"bucket": first, "age": 0.0, "rows": Backlog.PER_BUCKET + 10})
+        backlog = await measure_backlog(connection)
+    assert backlog.at_least
+    assert backlog.events == Backlog.PER_BUCKET + 2
+    assert backlog.oldest_age_seconds > 3000
 
 
 async def test_f52_a_sequence_with_a_cache_is_refused(outbox: OutboxUnderTest) -> None:

@@ -20,9 +20,10 @@ from shared.kafka.topics import TopicSpec, ensure_topics
 from shared.lifecycle import running
 from shared.outbox.append import EventWriter, OutgoingEvent
 from shared.outbox.bootstrap import OutboxSettings, relay_services
-from shared.outbox.leases import BucketLeases
 from shared.outbox.log import relay_database
 from shared.outbox.migrations import upgrade_1
+from shared.outbox.publisher import PublisherSettings
+from shared.outbox.relay import Relay
 from shared.outbox.topics import register_topics
 from shared.unit_of_work import UnitsOfWork
 
@@ -75,8 +76,8 @@ class OutboxUnderTest:
         self.published += len(events)
 
     @asynccontextmanager
-    async def relay(self, **changes: object) -> AsyncIterator[BucketLeases]:
-        """Run a relay in this process; yields its leases."""
+    async def relay(self, publishing: PublisherSettings | None = None, **changes: object) -> AsyncIterator[Relay]:
+        """Run a relay in this process."""
         settings = OutboxSettings(
             **{
                 "listen_dsn": self.dsn,
@@ -86,15 +87,17 @@ class OutboxUnderTest:
                 "poll_seconds": 0.1,
                 "delivery_deadline_seconds": 45.0,
                 "retention_hours": 72.0,
-                "backlog_degraded_after_seconds": 30.0,
                 **changes,
             }  # type: ignore[arg-type]
         )
-        pool = relay_database(database_settings(self.database.settings.url, pool_size=4))
+        pool = relay_database(database_settings(self.database.settings.url, pool_size=6), settings.lease_seconds)
         services = relay_services(pool, settings)
+        relay = next(service for service in services if isinstance(service, Relay))
+        if publishing is not None:
+            relay._settings = publishing
         try:
             async with running(services):
-                yield services[0]._leases  # type: ignore[attr-defined]
+                yield relay
         finally:
             await pool.close()
 
@@ -188,7 +191,10 @@ async def migrate_with(database: Database, *upgrades: Callable[[Operations], Non
         await connection.run_sync(run)
 
 
-async def scalar(database: Database, statement: str, **parameters: object) -> object:
-    """Return the single value of a query."""
+async def scalar(database: Database, statement: str, *, commit: bool = False, **parameters: object) -> object:
+    """Return the single value of a query; commit what it did if asked to."""
     async with database.engine.connect() as connection:
-        return (await connection.execute(text(statement), parameters)).scalar_one()
+        value = (await connection.execute(text(statement), parameters)).scalar_one()
+        if commit:
+            await connection.commit()
+        return value

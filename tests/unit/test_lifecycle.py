@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from sqlalchemy.exc import DBAPIError
 
 from shared.errors import Refused
 from shared.lifecycle import BackgroundService, Backoff, State, running
@@ -101,3 +102,24 @@ def test_backoff_grows_to_its_most_and_keeps_some_jitter(failures: int) -> None:
     assert all(ceiling / 2 <= wait <= ceiling for wait in waits)
     backoff.reset()
     assert backoff.next_seconds() <= 0.1
+
+
+async def test_an_error_that_even_the_classifier_cannot_read_does_not_end_the_service() -> None:
+    class Unreadable(DBAPIError):
+        def __init__(self) -> None:
+            super().__init__("statement", {}, None)  # type: ignore[arg-type]
+
+    service = Flaky(Unreadable(), None)
+    async with running([service]):
+        await until(lambda: service.runs == 2)
+
+
+async def test_a_service_whose_task_ended_is_told_as_down() -> None:
+    service = Flaky(None)
+    await service.start()
+    task = service._task
+    assert task is not None
+    task.cancel()
+    await asyncio.wait({task})
+    assert service.ready().state is State.DOWN
+    await service.stop()
