@@ -187,7 +187,7 @@ class System:
 
     def hold(self) -> None:
         """Take the directory for this run, until `stop`. Raises DirectoryInUseError, naming the pid that has it."""
-        self.stack._take_directory()
+        self.stack.hold()
 
     def empty(self) -> None:
         """Delete the data of an earlier run, wherever it lies. Raises StackError while a run uses it."""
@@ -353,7 +353,7 @@ class System:
 
     async def _not_ready_because(self, name: str) -> str:
         """Why a process is not ready, empty when it is. Raises StartFailedError when it is down for good."""
-        if self._supervisor.pid(name) is None and not self._supervisor_restarts(name):
+        if self._supervisor.pid(name) is None and not self._supervisor.restarts(name):
             status = await self._supervisor.wait(name)
             raise StartFailedError(f"{name} ended with status {status}:\n{self._end_of_log(name)}")
         try:
@@ -366,9 +366,6 @@ class System:
         checks = answer.get("checks", {})
         reasons = (f"{part}: {check['reason']}" for part, check in checks.items() if check["status"] != "ready")
         return "; ".join(reasons) or str(answer.get("status"))
-
-    def _supervisor_restarts(self, name: str) -> bool:
-        return self._supervisor._children[name].restart
 
     def _record(self, name: str, text: str) -> None:
         self._last_lines.setdefault(name, deque(maxlen=_LAST_LINES)).append(text)

@@ -15,6 +15,7 @@ from chargeonce.stack.postgres import PostgresServer
 from chargeonce.stack.processes import LinePrinter, Supervisor, free_ports, require_free_port
 
 __all__ = [
+    "LOCK_NAME",
     "DirectoryInUseError",
     "KafkaBroker",
     "LinePrinter",
@@ -28,6 +29,8 @@ __all__ = [
     "prepare",
     "require_free_port",
 ]
+
+LOCK_NAME = "stack.lock"
 
 
 class Stack:
@@ -59,12 +62,43 @@ class Stack:
         )
         self._lock: IO[str] | None = None
 
+    def hold(self) -> None:
+        """Take the directory for this process until `stop`; the kernel frees it however the process ends.
+
+        Raises DirectoryInUseError naming the pid that has it (which `stack.lock` tells), StackError when it belongs to
+        another user.
+        """
+        if self._lock:
+            return
+        path = self.directory / LOCK_NAME
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            lock = path.open("a+")
+        except PermissionError as error:
+            raise StackError(
+                f"{self.directory} belongs to another user ({error}). To start empty: sudo rm -r {self.directory}"
+            ) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            pid = lock.read().strip() or "unknown"
+            lock.close()
+            raise DirectoryInUseError(
+                f"{self.directory} is in use by the process with pid {pid}: wait for it, stop it (kill {pid}), "
+                "or use another directory"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        self._lock = lock
+
     async def start(self) -> None:
         """Start both at the same time; when one cannot start, the other is stopped.
 
         Raises DirectoryInUseError, or what `PostgresServer.start` and `KafkaBroker.start` raise.
         """
-        self._take_directory()
+        self.hold()
         starts = [asyncio.create_task(self.postgres.start()), asyncio.create_task(self.kafka.start())]
         try:
             await asyncio.gather(*starts)
@@ -91,7 +125,7 @@ class Stack:
         for folder in (self.postgres.directory, self.kafka.directory):
             with contextlib.suppress(FileNotFoundError):
                 folder.rmdir()
-        (self.directory / "stack.lock").unlink(missing_ok=True)
+        (self.directory / LOCK_NAME).unlink(missing_ok=True)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -101,33 +135,6 @@ class Stack:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.stop()
-
-    def _take_directory(self) -> None:
-        """Hold a lock on `stack.lock`, which names our pid; the kernel frees it however the holder ends."""
-        if self._lock:
-            return
-        path = self.directory / "stack.lock"
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            lock = path.open("a+")
-        except PermissionError as error:
-            raise StackError(
-                f"{self.directory} belongs to another user ({error}). To start empty: sudo rm -r {self.directory}"
-            ) from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            pid = lock.read().strip() or "unknown"
-            lock.close()
-            raise DirectoryInUseError(
-                f"{self.directory} is in use by the process with pid {pid}: wait for it, stop it (kill {pid}), "
-                "or use another directory"
-            ) from None
-        lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
-        self._lock = lock
 
 
 async def prepare() -> None:

@@ -308,6 +308,10 @@ class Supervisor:
         process = self._children[name].process
         return process.pid if process.returncode is None else None
 
+    def restarts(self, name: str) -> bool:
+        """Whether a child is started again when it ends by itself. Raises KeyError for an unknown name."""
+        return self._children[name].restart
+
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         """Signal a child (SIGKILL unless said otherwise). With restart it comes back. KeyError: unknown name."""
         signal_group(self._children[name].process, number)

@@ -88,7 +88,7 @@ async def test_f22_sigterm_under_load_ends_each_process_with_status_0_and_loses_
     await asyncio.sleep(0)
     pid = shop.system.pid(name)
     assert pid is not None
-    shop.system._supervisor.kill(name, signal.SIGTERM)
+    shop.system.signal(name, signal.SIGTERM)
     assert await shop.system.wait_ended(name, deadline_seconds=30) == 0
     await ordering
     await shop.system.start_process(name)
