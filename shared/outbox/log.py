@@ -184,7 +184,8 @@ async def refusal(connection: AsyncConnection) -> str | None:
         return (
             f"the sequence outbox_event_position would draw {row.next_position} next, and positions up to "
             f"{row.highest} are taken: new events would never be sent. The database was restored or copied without "
-            f"its sequences. Stop the writers, run SELECT setval('outbox_event_position', {row.highest}) and start again."
+            "its sequences. Stop the writers, run "
+            f"SELECT setval('outbox_event_position', {row.highest}) and start again."
         )
     if row.cache_size != 1:
         return (
