@@ -8,7 +8,7 @@
 #   make check          format, lint, types, import contracts
 #   make test-compose   the containers of compose.yaml under kills and restarts; needs Docker
 #   make requirements   pin the three requirements files anew from pyproject.toml   (UPGRADE=--upgrade)
-#   make clean          remove var and the tools' caches; the environment stays
+#   make clean          remove var (unless a run uses it) and the tools' caches; the environment stays
 
 VENV := $(or $(CHARGEONCE_VENV),.venv)
 VAR := $(or $(CHARGEONCE_VAR),var)
@@ -59,6 +59,9 @@ requirements:
 	cp requirements-lab.txt requirements.txt
 	$(COMPILE) --output-file requirements.txt pyproject.toml
 
+# Without the environment nobody could tell whether a run uses var, or find what lies elsewhere.
 clean:
-	rm -rf $(VAR) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@if test -x $(VENV)/bin/chargeonce; then CHARGEONCE_VAR='$(VAR)' $(VENV)/bin/chargeonce clean; \
+	elif test -e '$(VAR)'; then echo "make: $(VAR) stays: what removes it is not installed. First: make lab" >&2; exit 2; fi
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name .venv -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from chargeonce.audit import Audit, AuditResult
 from chargeonce.audit_view import audit_view
+from chargeonce.cleaning import clean as clean_directory
 from chargeonce.foreground import Interrupted, run_stack, run_until_signalled
 from chargeonce.foreground import up as run_up
 from chargeonce.ledgers import LedgerAwayError, Ledgers
@@ -26,7 +27,7 @@ app = typer.Typer(name="chargeonce", no_args_is_help=True, add_completion=False,
 _COULD_NOT = 2
 
 
-def _var(name: str) -> Path:
+def _var(name: str = "") -> Path:
     return Path(os.environ.get("CHARGEONCE_VAR") or "var") / name
 
 
@@ -139,6 +140,20 @@ def demo(
             sys.stderr.write("chargeonce: interrupted; everything is stopped, no process is left\n")
             raise typer.Exit(interrupted.exit_status) from None
     raise typer.Exit(0 if story.passed else 1)
+
+
+@app.command()
+def clean() -> None:
+    """Delete var with the data of its runs, also what lies outside it. Refused while a run uses any of it.
+
+    Directories that were named with --directory stay. Exit status: 0 done, 2 when it could not be done.
+    """
+    with _readable_errors():
+        try:
+            removed = run_until_signalled(clean_directory(_var()))
+        except Interrupted as interrupted:
+            raise typer.Exit(interrupted.exit_status) from None
+    sys.stdout.write(f"chargeonce: {_var()} is removed, with the data of {removed} run{'' if removed == 1 else 's'}\n")
 
 
 def main() -> None:
