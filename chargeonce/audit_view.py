@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from chargeonce.audit import EXPLANATIONS, AuditResult, Kind
+from chargeonce.audit_result import AuditResult
+from chargeonce.judgement import EXPLANATIONS, MEANINGS, Age, Kind
 from shared.money import format_amount
 
 
 def audit_view(result: AuditResult) -> RenderableType:
     """Return sums, counts, findings and verdict, to be printed by rich."""
-    return Group(audit_tables(result), Text(result.verdict(), style="bold green" if result.clean else "bold red"))
+    style = "bold red" if not result.clean else "bold yellow" if result.late else "bold green"
+    return Group(audit_tables(result), Text(result.verdict(), style=style))
 
 
 def audit_tables(result: AuditResult) -> RenderableType:
     """Return sums, counts and findings, to be printed by rich."""
-    return Group(_sums(result), _counts(result), *_findings(result))
+    return Group(_sums(result), _counts(result), *_findings(result), *_waiting(result))
 
 
 def _sums(result: AuditResult) -> RenderableType:
     table = Table(title="Money", title_justify="left", title_style="bold")
     table.add_column("currency")
-    for name in ("orders", "charged", "provider", "declined", "on its way"):
+    for name in ("orders", "charged", "provider", "declined", "on its way", "of it late", "overdue"):
         table.add_column(name, justify="right")
     for currency, sums in sorted(result.sums.items()):
         agree = sums.orders == sums.charges_captured + sums.declined and sums.charges_captured == sums.provider_captured
-        amounts = (sums.orders, sums.charges_captured, sums.provider_captured, sums.declined, sums.pending)
+        amounts = (
+            *(sums.orders, sums.charges_captured, sums.provider_captured, sums.declined),
+            *(sums.pending, sums.late, sums.overdue),
+        )
         table.add_row(
-            currency, *(format_amount(amount, currency) for amount in amounts), style="" if agree else "bold red"
+            currency,
+            *(format_amount(amount, currency) for amount in amounts),
+            style="" if agree and not sums.overdue else "bold red",
         )
     return table
 
@@ -43,6 +50,7 @@ def _counts(result: AuditResult) -> RenderableType:
     rows = {
         "orders confirmed": result.orders_confirmed,
         "of these on their way": result.pending,
+        "of these late": result.late,
         "charges captured": result.charges_captured,
         "charges declined": result.charges_declined,
         "payments captured at the provider": result.payments_captured,
@@ -59,8 +67,21 @@ def _counts(result: AuditResult) -> RenderableType:
     return table
 
 
+def _waiting(result: AuditResult) -> Iterator[RenderableType]:
+    for waiting, order_ids in sorted(result.waiting_orders.items()):
+        style = "red" if waiting.age is Age.OVERDUE else "yellow"
+        ids = _ids(order_ids, result.waiting[waiting])
+        yield Text(f"{waiting.age}: {MEANINGS[waiting.place]}\n  orders {ids}", style=style)
+
+
 def _findings(result: AuditResult) -> Iterator[RenderableType]:
     for kind, order_ids in sorted(result.findings.items()):
-        more = result.counts[kind] - len(order_ids)
-        ids = ", ".join(map(str, order_ids)) + (f" and {more} more" if more else "")
+        if kind is Kind.OVERDUE:
+            continue  # told by the place where they wait
+        ids = _ids(order_ids, result.counts[kind])
         yield Text(f"{kind.replace('_', ' ')}: {EXPLANATIONS[kind]}\n  orders {ids}", style="red")
+
+
+def _ids(order_ids: Sequence[int], count: int) -> str:
+    more = count - len(order_ids)
+    return ", ".join(map(str, order_ids)) + (f" and {more} more" if more else "")

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from chargeonce.audit import Audit, AuditResult
+from chargeonce.audit import OVERDUE_AFTER_SECONDS, Audit, AuditResult
 from chargeonce.audit_view import audit_view
 from chargeonce.cleaning import clean as clean_directory
 from chargeonce.foreground import Interrupted, run_stack, run_until_signalled
@@ -80,12 +80,16 @@ def audit(
         datetime | None,
         typer.Option(
             formats=["%Y-%m-%dT%H:%M:%S%z", "%Y-%m-%dT%H:%M:%S.%f%z", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%d"],
-            help="an order confirmed before this must be charged (UTC unless it says otherwise)",
+            help="an order confirmed before this should be charged (UTC unless it says otherwise)",
         ),
     ] = None,
     grace_seconds: Annotated[
-        float, typer.Option(min=0, help="how long an order may be on its way; without --settled-before")
+        float,
+        typer.Option(min=0, help="how long an order may be on its way before it is late; without --settled-before"),
     ] = 60.0,
+    overdue_after_seconds: Annotated[
+        float, typer.Option(min=0, help="an order that is late and older than this is overdue: exit status 1")
+    ] = OVERDUE_AFTER_SECONDS,
     settled: Annotated[
         bool, typer.Option("--settled", help="nothing is on its way any more: what is pending is missing")
     ] = False,
@@ -93,7 +97,8 @@ def audit(
 ) -> None:
     """Compare orders, charges and the provider's payments.
 
-    Exit status: 0 clean, 1 when money is wrong or a charge needs a person, 2 when it could not be done.
+    Exit status: 0 clean (orders may be on their way, or late), 1 when money is wrong, an order is overdue or a charge
+    needs a person, 2 when it could not be done.
     """
     before = settled_before
     if before is not None and before.tzinfo is None:
@@ -102,7 +107,10 @@ def audit(
     async def run() -> AuditResult:
         async with Ledgers(orders_url, billing_url, provider_url) as ledgers:
             return await Audit(ledgers, finding_limit=findings).run(
-                before=before, grace_seconds=grace_seconds, settled=settled
+                before=before,
+                grace_seconds=grace_seconds,
+                overdue_after_seconds=overdue_after_seconds,
+                settled=settled,
             )
 
     with _readable_errors():

@@ -1,8 +1,11 @@
-"""What the audit calls wrong, what it calls pending, and that it looks twice before it does."""
+"""What the audit calls wrong, late and overdue, and that it looks twice before it does."""
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
+import sys
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -12,14 +15,18 @@ from typing import Any
 
 import aiohttp.web
 import pytest
+from rich.console import Console
 
-from chargeonce.audit import Audit, AuditResult, Case, Kind, Rules, Verdict, judge
+from chargeonce.audit import Audit, AuditResult
+from chargeonce.audit_view import audit_view
+from chargeonce.judgement import Age, Case, Kind, Place, Rules, Verdict, Waiting, judge
 from chargeonce.ledgers import ChargeEntry, LedgerAwayError, Ledgers, OrderEntry, OrderEvent, PaymentEntry
 
 NOW = datetime(2026, 7, 1, 12, tzinfo=UTC)
 OLD = NOW - timedelta(hours=1)
-RUNNING = Rules(NOW - timedelta(seconds=60))
-SETTLED = Rules(NOW, settled=True)
+LATE_SINCE = NOW - timedelta(minutes=5)
+RUNNING = Rules(NOW - timedelta(seconds=60), NOW - timedelta(minutes=15))
+SETTLED = Rules(NOW, NOW, settled=True)
 
 
 def event_of(order_id: int) -> uuid.UUID:
@@ -91,7 +98,6 @@ def test_a_declined_order_is_in_order_without_money() -> None:
 @pytest.mark.parametrize(
     ("found", "wrong"),
     [
-        pytest.param(case(order(1), [], []), {Kind.MISSING_CHARGE}, id="lost charge"),
         pytest.param(case(order(1), [charge(1)], []), {Kind.CHARGE_WITHOUT_PAYMENT}, id="no money moved"),
         pytest.param(
             case(order(1), [charge(1)], [payment(1), payment(1, payment_id="other", idempotency_key="other")]),
@@ -145,30 +151,43 @@ def test_lost_money_is_not_hidden_by_a_missing_charge() -> None:
     assert judge(case(order(1), [], [payment(1)]), SETTLED).wrong == {Kind.MISSING_CHARGE, Kind.PAYMENT_WITHOUT_CHARGE}
 
 
-@pytest.mark.parametrize(
-    "on_its_way",
-    [
-        pytest.param(case(order(1), [], [], confirmed_at=NOW), id="young order"),
-        pytest.param(
-            case(order(1), [], [], events=(OrderEvent(published=False, published_at=None),)), id="event in the outbox"
-        ),
-        pytest.param(
-            case(order(1), [], [], events=(OrderEvent(published=True, published_at=NOW),)), id="published just now"
-        ),
-        pytest.param(case(order(1), [charge(1, state="requested")], []), id="charge requested"),
-        pytest.param(case(order(1), [charge(1, state="requested")], [payment(1)]), id="answer not recorded yet"),
-    ],
-)
-def test_what_is_on_its_way_is_pending_and_missing_once_all_is_settled(on_its_way: Case) -> None:
-    pending = case(None, [], []) if on_its_way.order is None else on_its_way
-    pending = Case(
-        1,
-        pending.order.model_copy(update={"payment_status": "pending"}) if pending.order else None,
-        tuple(each.model_copy(update={"provider_reference": None}) for each in pending.charges),
-        pending.payments,
-    )
-    assert judge(pending, RUNNING) == Verdict(pending=True)
-    assert judge(pending, SETTLED).wrong == {Kind.MISSING_CHARGE}
+def waits(place: Place) -> Case:
+    """An order of the given place; a test chooses its age."""
+    charges = [charge(1, state="requested", provider_reference=None)] if place in (Place.CHARGE, Place.RECORD) else []
+    payments = [payment(1)] if place is Place.RECORD else []
+    event = OrderEvent(published=place is not Place.OUTBOX, published_at=None if place is Place.OUTBOX else NOW)
+    return case(order(1, payment_status="pending"), charges, payments, events=(event,))
+
+
+def confirmed(found: Case, at: datetime) -> Case:
+    assert found.order is not None
+    return Case(1, found.order.model_copy(update={"confirmed_at": at}), found.charges, found.payments)
+
+
+@pytest.mark.parametrize("place", Place)
+def test_an_order_without_settled_charge_is_pending_then_late_then_overdue_wherever_it_waits(place: Place) -> None:
+    found = waits(place)
+    assert judge(confirmed(found, NOW), RUNNING) == Verdict(waiting=Waiting(place, Age.PENDING))
+    assert judge(confirmed(found, LATE_SINCE), RUNNING) == Verdict(waiting=Waiting(place, Age.LATE))
+    overdue = judge(confirmed(found, OLD), RUNNING)
+    assert overdue == Verdict(frozenset({Kind.OVERDUE}), Waiting(place, Age.OVERDUE))
+
+
+@pytest.mark.parametrize("place", Place)
+def test_what_waits_is_missing_only_once_all_is_settled(place: Place) -> None:
+    for at in (NOW, LATE_SINCE, OLD):
+        assert judge(confirmed(waits(place), at), SETTLED) == Verdict(frozenset({Kind.MISSING_CHARGE}))
+
+
+def test_an_event_cleaned_from_the_outbox_has_left_it() -> None:
+    found = case(order(1), [], [], events=(OrderEvent(published=True, published_at=None),))
+    assert judge(found, RUNNING).waiting == Waiting(Place.INBOX, Age.OVERDUE)
+
+
+def test_a_payment_that_billing_knows_nothing_of_is_wrong_however_young_the_order_is() -> None:
+    for at in (NOW, LATE_SINCE, OLD):
+        found = confirmed(case(order(1), [], [payment(1)]), at)
+        assert judge(found, RUNNING) == Verdict(frozenset({Kind.PAYMENT_WITHOUT_CHARGE}))
 
 
 # ------------------------------------------------------------------------------------------- three services
@@ -293,18 +312,22 @@ async def test_each_planted_fault_is_found_with_its_order(shop: Shop) -> None:
     assert result.findings == {
         Kind.DOUBLE_CHARGE: [2],
         Kind.EVENT_DIFFERENCE: [2],
-        Kind.MISSING_CHARGE: [3],
+        Kind.OVERDUE: [3],
         Kind.AMOUNT_DIFFERENCE: [4],
         Kind.PAYMENT_WITHOUT_CHARGE: [50],
     }
     report = result.as_json()
-    assert (report["double_charges"], report["missing_charges"], report["clean"]) == (1, 1, False)
+    assert (report["double_charges"], report["overdue"], report["clean"]) == (1, 1, False)
+    assert report["verdict"].startswith("The ledgers disagree: ")
+    assert "1 overdue" not in report["verdict"].split(".")[0]
     assert report["totals"]["EUR"] == {
-        "orders": "90.00",
+        "orders": "80.00",
         "charges_captured": "79.99",
         "provider_captured": "100.00",
         "declined": "0",
         "pending": "0",
+        "late": "0",
+        "overdue": "10.00",
     }
     json.dumps(report)
 
@@ -355,7 +378,8 @@ async def test_orders_newer_than_the_cut_are_pending_not_missing(shop: Shop) -> 
     shop.orders[2] = order(2, confirmed_at=datetime.now(UTC).isoformat(), payment_status="pending")
     result = await shop.audit()
     assert result.clean
-    assert (result.pending, result.orders_confirmed) == (1, 2)
+    assert (result.pending, result.late, result.orders_confirmed) == (1, 0, 2)
+    assert result.verdict() == "1 of 2 orders was charged exactly once. 1 order is on the way, too young to be judged."
     assert result.sums["EUR"].pending == Decimal("10.00")
     assert result.sums["EUR"].orders == Decimal("10.00")
     assert (await shop.audit(settled=True)).findings == {Kind.MISSING_CHARGE: [2]}
@@ -364,7 +388,7 @@ async def test_orders_newer_than_the_cut_are_pending_not_missing(shop: Shop) -> 
 async def test_a_cut_in_the_past_leaves_later_orders_pending(shop: Shop) -> None:
     shop.orders[1] = order(1, payment_status="pending")
     assert (await shop.audit(before=OLD - timedelta(seconds=1))).pending == 1
-    assert (await shop.audit(before=OLD + timedelta(seconds=1))).findings == {Kind.MISSING_CHARGE: [1]}
+    assert (await shop.audit(before=OLD + timedelta(seconds=1))).findings == {Kind.OVERDUE: [1]}
 
 
 @pytest.mark.parametrize("path", ["/orders", "/charges", "/payments"])
@@ -395,5 +419,143 @@ async def test_at_most_so_many_orders_are_listed_and_all_are_counted(shop: Shop)
         shop.orders[order_id] = order(order_id)
     async with Ledgers(shop.url, shop.url, shop.url) as ledgers:
         result = await Audit(ledgers, recheck_seconds=0, finding_limit=5, suspects_at_once=7).run()
-    assert result.findings[Kind.MISSING_CHARGE] == [1, 2, 3, 4, 5]
-    assert result.counts[Kind.MISSING_CHARGE] == 59
+    assert result.findings[Kind.OVERDUE] == [1, 2, 3, 4, 5]
+    assert result.counts[Kind.OVERDUE] == 59
+    (waiting,) = result.waiting
+    assert (result.waiting[waiting], result.waiting_orders[waiting]) == (59, [1, 2, 3, 4, 5])
+
+
+# -------------------------------------------------------------------------------- what is not charged yet
+
+
+def ago(seconds: float) -> str:
+    return (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat()
+
+
+def wait_at(shop: Shop, place: Place, order_id: int, seconds: float) -> None:
+    """An order that was confirmed so long ago and has come no further than this place."""
+    event = {"published": place is not Place.OUTBOX, "published_at": None if place is Place.OUTBOX else ago(seconds)}
+    shop.orders[order_id] = order(
+        order_id, confirmed_at=ago(seconds), payment_status="pending", events=[{"order_id": order_id, **event}]
+    )
+    if place in (Place.CHARGE, Place.RECORD):
+        shop.charges[order_id] = charge(order_id, state="requested", provider_reference=None)
+    if place is Place.RECORD:
+        shop.payments.append(payment(order_id))
+
+
+def printed(result: AuditResult) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    with console.capture() as capture:
+        console.print(audit_view(result))
+    return " ".join(capture.get().split())
+
+
+WORDS = {
+    Place.OUTBOX: ("not charged yet", "order-relay"),
+    Place.INBOX: ("not charged yet", "billing-consumer"),
+    Place.CHARGE: ("not charged yet", "billing-executor"),
+    Place.RECORD: ("charged at the provider, which billing has not recorded", "billing-executor"),
+}
+
+
+@pytest.mark.parametrize("place", Place)
+async def test_an_order_that_waits_for_a_year_makes_the_audit_fail_and_say_where(shop: Shop, place: Place) -> None:
+    shop.complete(1, 2)
+    wait_at(shop, place, 3, 365 * 86400)
+    result = await shop.audit()
+    assert not result.clean
+    assert result.findings == {Kind.OVERDUE: [3]}
+    assert (result.pending, result.late) == (0, 0)
+    assert "All" not in result.verdict()
+    assert result.verdict().startswith("2 of 3 orders were charged exactly once. 1 order is overdue (10.00 EUR)")
+    for words in WORDS[place]:
+        assert words in result.verdict()
+        assert words in printed(result)
+    assert "orders 3" in printed(result)
+    report = result.as_json()
+    assert (report["overdue"], report["missing_charges"], report["orders_late"]) == (1, 0, 0)
+    assert report["waiting"] == {"late": {}, "overdue": {str(place): {"orders": 1, "order_ids": [3]}}}
+    assert report["totals"]["EUR"]["overdue"] == "10.00"
+    json.dumps(report)
+
+
+@pytest.mark.parametrize("place", Place)
+async def test_orders_that_are_only_late_are_no_loss_and_are_not_called_charged(shop: Shop, place: Place) -> None:
+    """A consumer that was down for longer than the grace: every reading says the same, and no money is wrong."""
+    shop.complete(1, 2)
+    wait_at(shop, place, 3, 300)
+    wait_at(shop, place, 4, 301)
+    result = await shop.audit()
+    assert result.clean
+    assert (result.pending, result.late, dict(result.counts)) == (2, 2, {})
+    assert "All" not in result.verdict()
+    assert result.verdict().startswith("2 of 4 orders were charged exactly once. 2 orders are late (20.00 EUR): ")
+    assert WORDS[place][1] in result.verdict()
+    assert "orders 3, 4" in printed(result)
+    report = result.as_json()
+    assert (report["orders_pending"], report["orders_late"], report["overdue"]) == (2, 2, 0)
+    assert report["waiting"] == {"late": {str(place): {"orders": 2, "order_ids": [3, 4]}}, "overdue": {}}
+    assert (report["totals"]["EUR"]["late"], report["totals"]["EUR"]["orders"]) == ("20.00", "20.00")
+
+
+async def test_the_limit_between_late_and_overdue_can_be_chosen(shop: Shop) -> None:
+    wait_at(shop, Place.INBOX, 1, 300)
+    assert (await shop.audit(overdue_after_seconds=400)).clean
+    assert (await shop.audit(overdue_after_seconds=200)).findings == {Kind.OVERDUE: [1]}
+    young = await shop.audit(grace_seconds=600, overdue_after_seconds=200)
+    assert (young.clean, young.late, young.pending) == (True, 0, 1)
+
+
+async def test_an_order_that_gets_charged_between_two_readings_is_neither_late_nor_overdue(shop: Shop) -> None:
+    shop.complete(1)
+    for order_id, seconds in ((2, 300), (3, 5000)):
+        wait_at(shop, Place.INBOX, order_id, seconds)
+
+    def arrive(request: str) -> None:
+        if request == "/payments?order_id=2&limit=1000":
+            shop.complete(2, 3)
+
+    shop.before_answer = arrive
+    result = await shop.audit()
+    assert (result.clean, result.pending, result.charges_captured) == (True, 0, 3)
+    assert result.verdict() == "All 3 orders were charged exactly once."
+
+
+async def test_declined_orders_are_not_called_charged(shop: Shop) -> None:
+    shop.complete(1, 2, 3)
+    shop.orders[3]["payment_status"] = shop.charges[3]["state"] = "declined"
+    shop.payments.pop()
+    result = await shop.audit()
+    assert result.clean
+    assert result.verdict() == "2 of 3 orders were charged exactly once; 1 was declined, so no money moved."
+
+
+async def test_a_charge_that_needs_a_person_is_not_clean_and_not_called_charged(shop: Shop) -> None:
+    shop.complete(1, 2)
+    shop.charges[2] |= {"state": "needs_review", "provider_reference": None}
+    shop.orders[2]["payment_status"] = "pending"
+    shop.payments.pop()
+    result = await shop.audit()
+    assert not result.clean
+    assert result.findings == {Kind.NEEDS_REVIEW: [2]}
+    assert result.verdict().startswith("1 of 2 orders was charged exactly once. 1 order is waiting for a person")
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(300, 0), (5000, 1)])
+async def test_the_command_fails_for_overdue_orders_and_not_for_late_ones(
+    shop: Shop, seconds: float, status: int
+) -> None:
+    shop.complete(1)
+    wait_at(shop, Place.INBOX, 2, seconds)
+    addresses = [word for name in ("orders", "billing", "provider") for word in (f"--{name}-url", shop.url)]
+    command = [sys.executable, "-m", "chargeonce", "audit", *addresses, "--json"]
+
+    async def run(*options: str) -> tuple[int | None, dict[str, Any]]:
+        process = await asyncio.create_subprocess_exec(*command, *options, stdout=asyncio.subprocess.PIPE)
+        output, _ = await asyncio.wait_for(process.communicate(), 60)
+        return process.returncode, json.loads(output)
+
+    found, report = await run()
+    assert (found, report["clean"], report["overdue"]) == (status, status == 0, status)
+    assert (await run("--overdue-after-seconds", "10000"))[0] == 0
