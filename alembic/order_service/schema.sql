@@ -61,16 +61,22 @@ CREATE TABLE public.dedup_floor (
 );
 COMMENT ON TABLE public.dedup_floor IS 'lowest event id that still has a partition; only rises';
 CREATE TABLE public.inbox_tally (
+    tally_id bigint NOT NULL,
     consumer_group text NOT NULL,
-    topic text NOT NULL,
-    partition integer NOT NULL,
-    handled bigint DEFAULT 0 NOT NULL,
-    duplicates bigint DEFAULT 0 NOT NULL,
-    dead bigint DEFAULT 0 NOT NULL,
-    outside_window bigint DEFAULT 0 NOT NULL
-)
-WITH (fillfactor='50');
-COMMENT ON TABLE public.inbox_tally IS 'every record settled, counted in the transaction that settled it';
+    handled bigint NOT NULL,
+    duplicates bigint NOT NULL,
+    dead bigint NOT NULL,
+    outside_window bigint NOT NULL
+);
+COMMENT ON TABLE public.inbox_tally IS 'settled records, a row for each batch in its own transaction; the upkeep folds rows together; read sums only';
+ALTER TABLE public.inbox_tally ALTER COLUMN tally_id ADD GENERATED ALWAYS AS IDENTITY (
+    SEQUENCE NAME public.inbox_tally_tally_id_seq
+    START WITH 1
+    INCREMENT BY 1
+    NO MINVALUE
+    NO MAXVALUE
+    CACHE 1
+);
 CREATE TABLE public.order_item (
     order_id bigint NOT NULL,
     line smallint NOT NULL,
@@ -187,7 +193,7 @@ ALTER TABLE ONLY public.dead_letter
 ALTER TABLE ONLY public.dedup_floor
     ADD CONSTRAINT pk_dedup_floor PRIMARY KEY (singleton);
 ALTER TABLE ONLY public.inbox_tally
-    ADD CONSTRAINT pk_inbox_tally PRIMARY KEY (consumer_group, topic, partition);
+    ADD CONSTRAINT pk_inbox_tally PRIMARY KEY (tally_id);
 ALTER TABLE ONLY public.order_item
     ADD CONSTRAINT pk_order_item PRIMARY KEY (order_id, line);
 ALTER TABLE ONLY public.orders

@@ -16,16 +16,18 @@ from datetime import datetime, timedelta
 from typing import Any, Generic
 from uuid import UUID
 
+import asyncpg
 import structlog
 from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from shared import failpoints
-from shared.errors import MessageRejected, Refused, Unavailable, is_transient, sqlstate
+from shared.errors import MessageRejected, Refused, Unavailable, constraint_name, is_transient, sqlstate
 from shared.identifiers import lowest_id_at
 from shared.inbox.dead_letters import HANDLER_FAILED, Letter, failure_text, insert_letters
 from shared.inbox.messages import Handler, Incoming, M, M_co, stated_event_id
-from shared.kafka.records import ConsumedRecord, Partition
+from shared.kafka.records import ConsumedRecord
 from shared.unit_of_work import UnitOfWork, UnitsOfWork
 
 log = structlog.get_logger(__name__)
@@ -33,8 +35,8 @@ log = structlog.get_logger(__name__)
 FUTURE_TOLERANCE = timedelta(days=1)
 """How far an event id's time may lie ahead of the database's clock. Partitions reach further (upkeep.DAYS_AHEAD)."""
 
-# A table, column, function or right that is missing, or a wrong password: a deployment at fault, never an event.
-_DEPLOYMENT_STATES = frozenset({"42P01", "42703", "42883", "42501", "3D000", "3F000", "28000", "28P01"})
+# SQLSTATE classes (PostgreSQL docs, appendix A) that tell of a row's own contents.
+_DATA_EXCEPTION, _INTEGRITY_VIOLATION = "22", "23"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +51,16 @@ class Readable(Generic[M_co]):
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A record that the handler cannot read, and the event id where its payload states one."""
+    """A record that the handler cannot read, and the event id where its payload states one.
+
+    `failure` is what reading it raised, where that was no rejection: perhaps our code, and not the record, is at fault.
+    """
 
     record: ConsumedRecord
     event_id: UUID | None
     rejection: MessageRejected
     digest: bytes
+    failure: Exception | None = None
 
 
 Received = Readable[M_co] | Unreadable
@@ -62,18 +68,25 @@ Received = Readable[M_co] | Unreadable
 
 @dataclass(slots=True)
 class Settled:
-    """What became of the records of a batch, by source partition; dead letters also by reason."""
+    """How many records of a batch became what; dead letters also by reason."""
 
-    handled: Counter[Partition] = field(default_factory=Counter)
-    duplicates: Counter[Partition] = field(default_factory=Counter)
-    outside_window: Counter[Partition] = field(default_factory=Counter)
-    dead: Counter[Partition] = field(default_factory=Counter)
+    handled: int = 0
+    duplicates: int = 0
+    outside_window: int = 0
+    dead: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def shows_a_working_handler(self) -> bool:
+        """Whether the handler took at least one event: duplicates and unreadable records never reach it."""
+        return self.handled + self.outside_window > 0
 
     def add(self, other: Settled) -> None:
         """Add the counts of another part of the same batch."""
-        for name in ("handled", "duplicates", "outside_window", "dead"):
-            getattr(self, name).update(getattr(other, name))
+        self.handled += other.handled
+        self.duplicates += other.duplicates
+        self.outside_window += other.outside_window
+        self.dead += other.dead
         self.reasons.update(other.reasons)
 
 
@@ -88,13 +101,32 @@ def receive(handler: Handler[M], record: ConsumedRecord) -> Received[M]:
         return Unreadable(record, stated_event_id(record), rejection, digest)
     except Exception as error:
         failed = MessageRejected(HANDLER_FAILED, failure_text(error))
-        return Unreadable(record, stated_event_id(record), failed, digest)
+        return Unreadable(record, stated_event_id(record), failed, digest, error)
     return Readable(record, message.event_id, message, digest)
 
 
 def is_events_fault(error: BaseException) -> bool:
-    """Tell whether a failed batch holds an event that causes it, rather than the surroundings being at fault."""
-    return not (is_transient(error) or isinstance(error, Refused) or sqlstate(error) in _DEPLOYMENT_STATES)
+    """Tell whether an event may have caused a failure, rather than the surroundings.
+
+    Of what a database tells only data exceptions (class 22) and violated constraints with a name (class 23) may: all
+    else, such as a missing column or right, befalls every event of a deployment. Of other errors all may that are not
+    transient; whether they do, consumer.py finds out by comparing events.
+    """
+    if _is_refused_by_driver(error):
+        return True
+    if is_transient(error) or isinstance(error, Refused):
+        return False
+    if isinstance(error, DBAPIError | asyncpg.PostgresError):
+        state = sqlstate(error)
+        named = constraint_name(error) or getattr(error, "constraint_name", None)
+        return state[:2] == _DATA_EXCEPTION or (state[:2] == _INTEGRITY_VIOLATION and named is not None)
+    return True
+
+
+def _is_refused_by_driver(error: BaseException) -> bool:
+    """Tell whether a value does not fit its parameter, such as 2**64 a bigint: a data exception before the server."""
+    cause = getattr(getattr(error, "orig", None), "__cause__", None) or error
+    return isinstance(cause, asyncpg.InterfaceError) and isinstance(cause, ValueError)
 
 
 class BatchSettler(Generic[M]):
@@ -108,13 +140,10 @@ class BatchSettler(Generic[M]):
 
     async def settle(self, batch: Sequence[Received[M]]) -> Settled:
         """Settle all records of the batch and commit, or raise what failed with everything rolled back."""
-        deadline = _Deadline(self._deadline_seconds)
-        try:
-            async with self._units.begin() as work:
-                await deadline.watch(work.session)
-                return await self._settle_in(work, batch)
-        finally:
-            deadline.end()
+        for received in batch:
+            if isinstance(received, Unreadable) and received.failure is not None:
+                raise received.failure
+        return await self._settle(batch)
 
     async def bury(self, received: Received[M], error: Exception) -> Settled:
         """Dead-letter a record whose handling failed when it was alone. Its mark says `dead`."""
@@ -123,13 +152,21 @@ class BatchSettler(Generic[M]):
         )
         dead = Unreadable(received.record, received.event_id, rejection, received.digest)
         try:
-            return await self.settle([dead])
+            return await self._settle([dead])
         except Exception as refusal:
-            if not is_events_fault(refusal):
+            if is_transient(refusal):
                 raise
             log.exception("inbox.dead_letter_reduced", group=self._group, **_place(received.record))
-        async with self._units.begin() as work:
-            return await self._settle_in(work, [dead], with_contents=False)
+        return await self._settle([dead], with_contents=False)
+
+    async def _settle(self, batch: Sequence[Received[M]], *, with_contents: bool = True) -> Settled:
+        deadline = _Deadline(self._deadline_seconds)
+        try:
+            async with self._units.begin() as work:
+                await deadline.watch(work.session)
+                return await self._settle_in(work, batch, with_contents=with_contents)
+        finally:
+            deadline.end()
 
     async def _settle_in(
         self, work: UnitOfWork, batch: Sequence[Received[M]], *, with_contents: bool = True
@@ -152,10 +189,10 @@ class BatchSettler(Generic[M]):
             place = (record.topic, record.partition, record.offset)
             if place in written:
                 written.remove(place)
-                settled.dead[record.source] += 1
+                settled.dead += 1
                 settled.reasons[letter.reason] += 1
             else:
-                settled.duplicates[record.source] += 1
+                settled.duplicates += 1
         await self._count(session, settled)
         return settled
 
@@ -203,9 +240,9 @@ class BatchSettler(Generic[M]):
             if rejection is not None:
                 sorting.letters.append(Letter.rejected(event.record, event.event_id, rejection))
             elif event.event_id in readable:
-                settled.handled[event.record.source] += 1
+                settled.handled += 1
             else:
-                settled.outside_window[event.record.source] += 1
+                settled.outside_window += 1
         return sorted(readable.keys() & rejections.keys())
 
     async def _flip_marks(self, session: AsyncSession, event_ids: Sequence[UUID]) -> None:
@@ -213,20 +250,15 @@ class BatchSettler(Generic[M]):
             await session.execute(_FLIP_MARKS, {"group": self._group, "ids": event_ids})
 
     async def _count(self, session: AsyncSession, settled: Settled) -> None:
-        """Add the batch to the tally: in this transaction, so that it is exact whatever is killed when."""
-        counts = (settled.handled, settled.duplicates, settled.dead, settled.outside_window)
-        sources = sorted(set().union(*counts))
-        handled, duplicates, dead, outside_window = ([count[source] for source in sources] for count in counts)
+        """Count the batch: in this transaction, so that the sums are exact whatever is killed when."""
         await session.execute(
             _COUNT,
             {
                 "group": self._group,
-                "topics": [source.topic for source in sources],
-                "partitions": [source.partition for source in sources],
-                "handled": handled,
-                "duplicates": duplicates,
-                "dead": dead,
-                "outside_window": outside_window,
+                "handled": settled.handled,
+                "duplicates": settled.duplicates,
+                "dead": settled.dead,
+                "outside_window": settled.outside_window,
             },
         )
 
@@ -263,7 +295,7 @@ class _Sorting(Generic[M]):
     def repeated(self, received: Received[M], known_digest: bytes) -> None:
         """Sort a record whose event id is known: the same payload is a duplicate, another one is a fault."""
         if received.digest == known_digest:
-            self.settled.duplicates[received.record.source] += 1
+            self.settled.duplicates += 1
         else:
             self._reject(received, "payload_mismatch", "this event id came before with another payload")
 
@@ -330,15 +362,6 @@ _FLIP_MARKS = text("""
 """)
 
 _COUNT = text("""
-    INSERT INTO inbox_tally (consumer_group, topic, partition, handled, duplicates, dead, outside_window)
-    SELECT :group, c.topic, c.partition, c.handled, c.duplicates, c.dead, c.outside_window
-    FROM unnest(CAST(:topics AS text[]), CAST(:partitions AS integer[]), CAST(:handled AS bigint[]),
-                CAST(:duplicates AS bigint[]), CAST(:dead AS bigint[]), CAST(:outside_window AS bigint[]))
-         AS c (topic, partition, handled, duplicates, dead, outside_window)
-    ORDER BY c.topic, c.partition
-    ON CONFLICT (consumer_group, topic, partition) DO UPDATE SET
-        handled = inbox_tally.handled + excluded.handled,
-        duplicates = inbox_tally.duplicates + excluded.duplicates,
-        dead = inbox_tally.dead + excluded.dead,
-        outside_window = inbox_tally.outside_window + excluded.outside_window
+    INSERT INTO inbox_tally (consumer_group, handled, duplicates, dead, outside_window)
+    VALUES (:group, :handled, :duplicates, :dead, :outside_window)
 """)

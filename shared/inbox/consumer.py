@@ -1,7 +1,8 @@
 """The inbox's loop: fetch a batch, settle it in one transaction, then commit its offsets (R-KFK-IDEM-3).
 
 What can fail, and what is done:
-- one event: the batch is split in halves until the guilty event is alone, and that one is dead-lettered (F45);
+- one event: the batch is split in halves until the guilty event is alone, and that one is dead-lettered (F45), unless
+  the handler fails on every event, which is our code's fault (blame.py);
 - the database or anything else that passes: nothing is counted; partitions are paused and polled, positions go back to
   the first unsettled record, and the batch is fetched again after a backoff;
 - an offset commit: progress is dropped or kept for the next one; the inbox absorbs the repetition (F20);
@@ -22,9 +23,10 @@ from opentelemetry import trace
 
 from shared import failpoints
 from shared.database import Database
-from shared.errors import KafkaFailure, Refused, constraint_name, is_transient, sqlstate
+from shared.errors import KafkaFailure, MessageRejected, Refused, constraint_name, is_transient, sqlstate
 from shared.inbox import metrics
 from shared.inbox.batch import BatchSettler, Received, Settled, is_events_fault, receive
+from shared.inbox.blame import Blame, HandlerFails
 from shared.inbox.messages import Handler, M
 from shared.kafka.consumer import ConsumerSettings, GroupConsumer, UndecodableRecord
 from shared.kafka.records import ConsumedRecord, Fetched, Partition
@@ -39,6 +41,7 @@ _NO_PARTITION = (
     "no partition of processed_event for an event id's day: run the service's migrate command, "
     "and see that its inbox upkeep runs"
 )
+_COMPARED_AT_LEAST = 128  # events read at once to find one that the handler takes, however small batches are
 _LINKS = 128  # the SDK's limit of links on a span
 _DECODED_AT_ONCE = 256  # then others may run: an API in the same process
 
@@ -49,6 +52,7 @@ class InboxSettings:
 
     `instance_id` makes the membership static: unique in the group, the same after a restart. A batch ends within
     `batch_deadline_seconds`, which must exceed the database's transaction timeout; a rebalance waits for it.
+    `lone_patience_seconds` is for how long an event is tried that fails when there is no other to compare it with.
     `dedup_window_days` is what the group's upkeep keeps marks for: longer than anything may be redelivered (F24).
     """
 
@@ -61,6 +65,7 @@ class InboxSettings:
     max_poll_interval_seconds: float = 300.0
     leave_deadline_seconds: float = 5.0
     poll_wait_seconds: float = 0.5
+    lone_patience_seconds: float = 60.0
     dedup_window_days: int = 30
 
     def __post_init__(self) -> None:
@@ -102,6 +107,7 @@ class InboxConsumer(BackgroundService, Generic[M]):
         self._settler = BatchSettler(
             group=settings.group, units=units, handler=handler, deadline_seconds=settings.batch_deadline_seconds
         )
+        self._blame = Blame(settings.lone_patience_seconds)
         self._client: GroupConsumer | None = None
         self._one_by_one = False
         self._no_batch_in_hand = asyncio.Event()
@@ -232,6 +238,8 @@ class InboxConsumer(BackgroundService, Generic[M]):
                         failpoints.hit("B5")
         finally:
             self._no_batch_in_hand.set()
+        if isinstance(failure, KafkaFailure):
+            raise failure  # of a poll between two parts: positions may be anywhere, so this client has to go
         if failure is not None:
             await self._postpone(consumer, fetched, progress, failure)
             return
@@ -245,34 +253,61 @@ class InboxConsumer(BackgroundService, Generic[M]):
     async def _settle(self, consumer: GroupConsumer, fetched: Fetched, progress: _Progress) -> None:
         """Settle the batch in one transaction; if one of its events fails it, in halves until that event is alone.
 
-        Parts are settled in the order of the log, so progress is always a prefix of each partition. Between parts a
-        rebalance or a stop ends the batch early: the rest is read again by whoever owns it then.
+        Parts are settled in the order of the log, so progress is always a prefix of each partition. An event that
+        failed alone, and what is settled behind it, is held until the handler took another event of the batch. Between
+        parts a rebalance or a stop ends the batch early: the rest is read again by whoever owns it then.
         """
         parts: list[Sequence[Received[M]]] = [await self._receive(fetched.records)]
+        held: list[_Held] = []
         polled_at = time.monotonic()
         try:
             while parts:
                 part = parts.pop()
-                try:
-                    settled = await self._settler.settle(part)
-                except Exception as error:
-                    if not is_events_fault(error):
-                        raise
-                    if len(part) > 1:
-                        middle = len(part) // 2
-                        parts += [part[middle:], part[:middle]]
-                        continue
-                    settled = await self._bury(part[0], error)
-                progress.add(part, settled)
-                self._count(settled)
+                outcome = await self._outcome(part)
+                if isinstance(outcome, Exception) and len(part) > 1:
+                    middle = len(part) // 2
+                    parts += [part[middle:], part[:middle]]
+                else:
+                    held.append((part, outcome))
+                    if isinstance(outcome, Settled) and outcome.shows_a_working_handler:
+                        self._blame.handler_took_events()
+                        await self._release(held, progress, try_again=True)
+                    elif not _failures(held):
+                        await self._release(held, progress)
                 if parts and (self._rebalancing or self.stopping.is_set()):
                     return
                 if parts and time.monotonic() - polled_at > self._settings.max_poll_interval_seconds / 10:
                     consumer.pause()
                     await consumer.poll_paused(0.0)
                     polled_at = time.monotonic()
+            if held:
+                self._blame.judge(_failures(held))
+                await self._release(held, progress)
         finally:
             consumer.resume()
+
+    async def _release(self, held: list[_Held], progress: _Progress, *, try_again: bool = False) -> None:
+        """Dead-letter what failed of the parts that are held; all of them are progress then.
+
+        `try_again` gives failed events to the handler once more: it works now, but perhaps did not when they failed.
+        """
+        while held:
+            part, outcome = held[0]
+            if try_again and _failures(held[:1]):
+                outcome = await self._outcome(part)
+            settled = outcome if isinstance(outcome, Settled) else await self._bury(part[0], outcome)
+            progress.add(part, settled)
+            self._count(settled)
+            del held[0]
+
+    async def _outcome(self, part: Sequence[Received[M]]) -> Settled | Exception:
+        """Settle a part, or return what one of its events did to it. Raises what is no event's fault."""
+        try:
+            return await self._settler.settle(part)
+        except Exception as error:
+            if not is_events_fault(error):
+                raise
+            return error
 
     async def _receive(self, records: Sequence[ConsumedRecord]) -> list[Received[M]]:
         received: list[Received[M]] = []
@@ -307,7 +342,10 @@ class InboxConsumer(BackgroundService, Generic[M]):
         """Read the unsettled records again after a backoff, polling meanwhile so that the membership lives on."""
         wait = self.backoff.next_seconds()
         self._postponed = True
-        self._batch_limit = max(1, self._batch_limit // 2)  # it may have been too much for the time limits
+        if isinstance(failure, HandlerFails):  # more events may hold one that the handler takes
+            self._batch_limit = min(2 * self._batch_limit, max(_COMPARED_AT_LEAST, self._settings.max_batch_records))
+        else:  # it may have been too much for the time limits
+            self._batch_limit = max(1, self._batch_limit // 2)
         metrics.BATCH_RETRIES.labels(self._settings.group).inc()
         self._degraded(_reason(failure))
         log.warning(
@@ -345,9 +383,9 @@ class InboxConsumer(BackgroundService, Generic[M]):
 
     def _count(self, settled: Settled) -> None:
         group = self._settings.group
-        metrics.HANDLED.labels(group).inc(settled.handled.total())
-        metrics.DUPLICATES.labels(group).inc(settled.duplicates.total())
-        metrics.OUTSIDE_WINDOW.labels(group).inc(settled.outside_window.total())
+        metrics.HANDLED.labels(group).inc(settled.handled)
+        metrics.DUPLICATES.labels(group).inc(settled.duplicates)
+        metrics.OUTSIDE_WINDOW.labels(group).inc(settled.outside_window)
         for reason, count in settled.reasons.items():
             metrics.DEAD_LETTERS.labels(group, reason).inc(count)
 
@@ -358,16 +396,29 @@ class InboxConsumer(BackgroundService, Generic[M]):
         self._batch_limit = min(self._settings.max_batch_records, self._batch_limit * 2)
         metrics.BATCH_EVENTS.labels(group).observe(records)
         metrics.BATCH_SECONDS.labels(group).observe(seconds)
-        dead = settled.dead.total()
+        dead = settled.dead
         (log.warning if dead else log.debug)(
             "inbox.batch_settled",
             group=group,
-            events=settled.handled.total() + settled.outside_window.total(),
-            duplicates=settled.duplicates.total(),
+            events=settled.handled + settled.outside_window,
+            duplicates=settled.duplicates,
             dead=dead,
             **({"reasons": dict(settled.reasons)} if dead else {}),
             seconds=round(seconds, 4),
         )
+
+
+_Held = tuple[Sequence[Received[Any]], Settled | Exception]
+"""A part of a batch that waits to become progress, and what became of it."""
+
+
+def _failures(held: Sequence[_Held]) -> list[tuple[ConsumedRecord, Exception]]:
+    """Return the events whose handling failed, for reasons that may be ours. A rejection is a reason of its own."""
+    return [
+        (part[0].record, outcome)
+        for part, outcome in held
+        if isinstance(outcome, Exception) and not isinstance(outcome, MessageRejected)
+    ]
 
 
 class _Progress:
@@ -395,7 +446,7 @@ class _Progress:
 def _reason(failure: Exception) -> str:
     if sqlstate(failure) == "23514" and constraint_name(failure) is None:
         return _NO_PARTITION
-    if isinstance(failure, Refused):
+    if isinstance(failure, Refused | HandlerFails):
         return failure.detail
     return f"a batch failed with {type(failure).__name__} {sqlstate(failure)}".rstrip() + "; it is tried again"
 

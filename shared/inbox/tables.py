@@ -31,7 +31,6 @@ from sqlalchemy.dialects.postgresql import JSONB
 def define_inbox(metadata: MetaData) -> None:
     """Add the inbox's tables to a service's metadata."""
     now = text("clock_timestamp()")
-    zero = text("0")
     Table(
         "processed_event",
         metadata,
@@ -88,12 +87,12 @@ def define_inbox(metadata: MetaData) -> None:
     Table(
         "inbox_tally",
         metadata,
-        Column("consumer_group", Text, primary_key=True),
-        Column("topic", Text, primary_key=True),
-        Column("partition", Integer, primary_key=True, autoincrement=False),
-        Column("handled", BigInteger, nullable=False, server_default=zero),
-        Column("duplicates", BigInteger, nullable=False, server_default=zero),
-        Column("dead", BigInteger, nullable=False, server_default=zero),
-        Column("outside_window", BigInteger, nullable=False, server_default=zero),
-        comment="every record settled, counted in the transaction that settled it",
+        Column("tally_id", BigInteger, Identity(always=True), primary_key=True),
+        Column("consumer_group", Text, nullable=False),
+        Column("handled", BigInteger, nullable=False),
+        Column("duplicates", BigInteger, nullable=False),
+        Column("dead", BigInteger, nullable=False),
+        Column("outside_window", BigInteger, nullable=False),
+        comment="settled records, a row for each batch in its own transaction; "
+        "the upkeep folds rows together; read sums only",
     )

@@ -1,4 +1,4 @@
-"""Keeps the daily partitions of `processed_event`: made ahead, dropped when they are past the dedup window.
+"""Keeps the daily partitions of `processed_event` (made ahead, dropped past the dedup window) and the tally short.
 
 A partition is made as a plain table and attached, and detached concurrently before it is dropped, so consumers never
 wait for an exclusive lock on the parent. There is no default partition, and below `dedup_floor`, which only rises,
@@ -28,7 +28,8 @@ DAYS_AHEAD = 7
 """Days with a partition made ahead. More than the day that an event id may lie in the future (batch.py)."""
 
 _LOCK = "x'494E42'::integer"  # "INB"
-_MAKE, _DROP = 1, 2
+_MAKE, _DROP, _FOLD = 1, 2, 3
+_FOLDED_AT_ONCE = 10_000
 _NAME = re.compile(r"processed_event_p(\d{4})(\d{2})(\d{2})", re.ASCII)
 
 
@@ -62,7 +63,7 @@ async def drop_expired_partitions(database: Database) -> list[str]:
     what `errors.is_transient` understands when an old transaction still uses a partition; the next run goes on.
     """
     dropped: list[str] = []
-    async with _keeper(database) as connection:
+    async with _keeper(database, _DROP) as connection:
         if connection is None:
             return dropped
         floor = await _floor(connection)
@@ -80,8 +81,23 @@ async def drop_expired_partitions(database: Database) -> list[str]:
     return dropped
 
 
+async def fold_tally(database: Database) -> None:
+    """Replace the tally's rows by their sums, one keeper at a time. Every reader sees the same sums throughout.
+
+    Rows of batches that commit meanwhile wait for the next time.
+    """
+    async with _keeper(database, _FOLD) as connection:
+        if connection is None:
+            return
+        newest = (await connection.execute(text("SELECT max(tally_id) FROM inbox_tally"))).scalar_one()
+        folded = _FOLDED_AT_ONCE
+        while newest is not None and folded == _FOLDED_AT_ONCE:
+            result = await connection.execute(_FOLD_ROWS, {"newest": newest, "most": _FOLDED_AT_ONCE})
+            folded = int(result.scalar_one())
+
+
 class InboxUpkeep(PeriodicService):
-    """Does both every `interval_seconds`. Several processes may have one: whoever comes first does the work."""
+    """Does all of it every `interval_seconds`. Several processes may have one: whoever comes first does the work."""
 
     name = "inbox-upkeep"
     stop_deadline_seconds = 25.0
@@ -92,7 +108,7 @@ class InboxUpkeep(PeriodicService):
         *,
         window_days: int,
         days_ahead: int = DAYS_AHEAD,
-        interval_seconds: float = 3600.0,
+        interval_seconds: float = 300.0,
     ) -> None:
         super().__init__(interval_seconds)
         self._database = database
@@ -102,6 +118,7 @@ class InboxUpkeep(PeriodicService):
     async def do(self) -> None:
         await ensure_partitions(self._database, window_days=self._window_days, days_ahead=self._days_ahead)
         await drop_expired_partitions(self._database)
+        await fold_tally(self._database)
         self.readiness = READY
 
 
@@ -158,8 +175,8 @@ async def _attach(connection: AsyncConnection, day: date) -> None:
 
 
 @asynccontextmanager
-async def _keeper(database: Database) -> AsyncIterator[AsyncConnection | None]:
-    """Yield an autocommit connection that holds the keeper's lock, or None when another process holds it."""
+async def _keeper(database: Database, task: int) -> AsyncIterator[AsyncConnection | None]:
+    """Yield an autocommit connection that holds the task's lock, or None when another process holds it."""
     async with database.engine.connect() as pooled:
         connection = await pooled.execution_options(isolation_level="AUTOCOMMIT")
         if not (await connection.execute(text(f"SELECT pg_try_advisory_lock({_LOCK}, {_DROP})"))).scalar_one():
@@ -169,7 +186,7 @@ async def _keeper(database: Database) -> AsyncIterator[AsyncConnection | None]:
             yield connection
         finally:
             if not connection.invalidated:
-                await connection.execute(text(f"SELECT pg_advisory_unlock({_LOCK}, {_DROP})"))
+                await connection.execute(text(f"SELECT pg_advisory_unlock({_LOCK}, {task})"))
 
 
 def _lowest(day: date) -> UUID:
@@ -186,3 +203,17 @@ def _day(name: str) -> date | None:
         return None if match is None else date(*map(int, match.groups()))
     except ValueError:
         return None
+
+
+_FOLD_ROWS = text("""
+    WITH taken AS (
+        DELETE FROM inbox_tally
+        WHERE tally_id IN (SELECT tally_id FROM inbox_tally WHERE tally_id <= :newest ORDER BY tally_id LIMIT :most)
+        RETURNING consumer_group, handled, duplicates, dead, outside_window
+    ), summed AS (
+        INSERT INTO inbox_tally (consumer_group, handled, duplicates, dead, outside_window)
+        SELECT consumer_group, sum(handled), sum(duplicates), sum(dead), sum(outside_window)
+        FROM taken GROUP BY consumer_group
+    )
+    SELECT count(*) FROM taken
+""")

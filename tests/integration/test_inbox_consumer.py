@@ -14,6 +14,7 @@ from prometheus_client import REGISTRY
 from sqlalchemy import text
 
 from chargeonce.stack import KafkaBroker
+from shared.errors import KafkaFailure
 from shared.kafka.consumer import GroupConsumer
 from shared.kafka.settings import KafkaSettings
 from shared.lifecycle import READY, State, running
@@ -115,6 +116,107 @@ async def test_f45_a_handler_bug_takes_only_its_own_events(inbox: InboxUnderTest
     assert await committed(inbox) == 200
     errors = await inbox.rows("SELECT DISTINCT error FROM dead_letter")
     assert errors == [("KeyError: 'bug'",)]
+
+
+@pytest.mark.parametrize("events", [5, 600])
+async def test_a_handler_that_fails_on_every_event_buries_none_and_goes_on_after_the_rollback(
+    inbox: InboxUnderTest, events: int
+) -> None:
+    await inbox.produce(*(payload(number) for number in range(events)))
+    inbox.handler.fails_on = lambda message: KeyError("bug")
+    async with inbox.consuming(max_batch_records=100) as consumer:
+        await until(lambda: "fails on every event (KeyError); this is our code" in consumer.ready().reason)
+        tries = len(inbox.handler.batches)
+        await until(lambda: len(inbox.handler.batches) > tries + 20)
+        assert consumer.ready().state == State.DEGRADED
+        assert await inbox.letters() == {}
+        inbox.handler.fails_on = lambda message: None
+        await inbox.settled(events)
+        await until(lambda: consumer.ready() == READY)
+    assert await inbox.numbers() == list(range(events))
+    assert await inbox.letters() == {}
+
+
+async def test_a_decoder_that_fails_on_every_event_buries_none(
+    inbox: InboxUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_record: object) -> None:
+        raise AttributeError("bug")
+
+    await inbox.produce(*(payload(number) for number in range(10)))
+    with monkeypatch.context() as patched:
+        patched.setattr(inbox.handler, "decode", broken)
+        async with inbox.consuming() as consumer:
+            await until(lambda: "fails on every event (AttributeError)" in consumer.ready().reason)
+    assert await inbox.letters() == {}
+    async with inbox.consuming():
+        await inbox.settled(10)
+    assert await inbox.numbers() == list(range(10))
+
+
+async def test_f45_a_poison_that_comes_alone_after_successes_is_buried_at_once(inbox: InboxUnderTest) -> None:
+    inbox.handler.fails_on = lambda message: KeyError("bug") if message.number >= 100 else None
+    async with inbox.consuming() as consumer:
+        for number in range(3):
+            await inbox.produce(payload(number))
+            await inbox.settled(2 * number + 1)
+            await inbox.produce(payload(100 + number))
+            await inbox.settled(2 * number + 2)
+        await until(lambda: consumer.ready() == READY)
+    assert len(inbox.handler.batches) == 6, "no event was tried twice"
+    assert await inbox.letters() == {"handler_failed": 3}
+
+
+async def test_a_poison_alone_in_a_fresh_process_waits_for_a_comparison_or_its_patience(inbox: InboxUnderTest) -> None:
+    inbox.handler.fails_on = lambda message: KeyError("bug") if message.number >= 100 else None
+    await inbox.produce(payload(100))
+    async with inbox.consuming() as consumer:
+        await until(lambda: "only event that waits (KeyError)" in consumer.ready().reason)
+        assert await inbox.letters() == {}
+        await inbox.produce(payload(1))
+        await inbox.settled(2)
+    await inbox.produce(payload(101))
+    async with inbox.consuming(lone_patience_seconds=1.0) as consumer:
+        await inbox.settled(3)
+        await until(lambda: consumer.ready() == READY)
+    assert await inbox.letters() == {"handler_failed": 2}
+
+
+async def test_poison_in_front_of_healthy_events_is_found_with_batches_of_one(inbox: InboxUnderTest) -> None:
+    inbox.handler.fails_on = lambda message: KeyError("bug") if message.number >= 100 else None
+    await inbox.produce(*(payload(number) for number in (100, 101, 102, 103, 104, 1, 2)), partition=0)
+    async with inbox.consuming(max_batch_records=1):
+        await inbox.settled(7)
+    assert await inbox.numbers() == [1, 2]
+    assert await inbox.letters() == {"handler_failed": 5}
+
+
+async def test_a_client_that_fails_between_two_parts_is_replaced(inbox: InboxUnderTest) -> None:
+    """Its positions may be anywhere: going on with it would pass records over."""
+    inbox.handler.fails_on = lambda message: KeyError("bug") if message.number == 7 else None
+
+    async def linger(work: UnitOfWork) -> None:
+        await work.session.execute(text("SELECT pg_sleep(0.06)"))
+
+    async with inbox.consuming() as consumer:
+        await until(lambda: consumer.ready() == READY)
+        first = client_of(consumer)
+        failures = 0
+
+        async def fail(_seconds: float) -> None:
+            nonlocal failures
+            failures += 1
+            raise KafkaFailure("the poll failed")
+
+        first.poll_paused = fail  # type: ignore[method-assign, assignment]
+        object.__setattr__(consumer._settings, "max_poll_interval_seconds", 0.5)
+        inbox.handler.before = linger
+        await inbox.produce(*(payload(number) for number in range(64)), partition=0)
+        await until(lambda: consumer._client is not first)
+        object.__setattr__(consumer._settings, "max_poll_interval_seconds", 60.0)
+        await inbox.settled(64)
+    assert failures == 1
+    assert await inbox.numbers() == [number for number in range(64) if number != 7]
 
 
 async def test_an_event_that_the_database_refuses_takes_only_itself(inbox: InboxUnderTest) -> None:
