@@ -11,7 +11,7 @@ from decimal import Decimal
 from typing import assert_never
 from uuid import UUID
 
-from shared.money import format_amount
+from shared.money import format_stored_amount
 
 
 class ChargeState(enum.StrEnum):
@@ -52,7 +52,7 @@ class ReviewReason(enum.StrEnum):
     KEY_REUSED = "key_reused"  # the provider knows our key with another body
     REQUEST_REFUSED = "request_refused"  # the provider says that these bytes can never be accepted
     ANSWER_CONTRADICTS = "answer_contradicts"  # the provider confirms another payment than the one asked for
-    UNCHARGEABLE = "unchargeable"  # no request can be made of it, such as in a currency that exists no more
+    UNCHARGEABLE = "unchargeable"  # no request can be made of it: its amount is not a number
     IDEMPOTENCY_WINDOW_PASSED = "idempotency_window_passed"  # the key protects no longer (field report F42)
 
 
@@ -125,9 +125,10 @@ class SettledCharge:
 def canonical_request(order_id: int, amount: Decimal, currency: str) -> bytes:
     """Return the body of the charge request: one spelling for one charge, so that a repeat is byte for byte the same.
 
-    Raises ValueError when the amount has more decimals than the currency.
+    The list of currencies is not asked: it may have changed since the order, and the provider decides what it charges.
+    Raises ValueError when the amount is not finite.
     """
-    body = {"order_id": order_id, "amount": format_amount(amount, currency), "currency": currency}
+    body = {"order_id": order_id, "amount": format_stored_amount(amount, currency), "currency": currency}
     return json.dumps(body, separators=(",", ":")).encode()
 
 
@@ -199,7 +200,7 @@ class AnswerContradicts:
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """This process stops and hung up before the answer came."""
+    """This process hung up before the answer came, or never called: it stops, or calls are paused."""
 
 
 Outcome = (

@@ -9,7 +9,7 @@ from uuid import UUID
 
 from billing_service.charge import ChargeState, SettledCharge
 from shared.identifiers import new_event_id
-from shared.money import format_amount
+from shared.money import format_stored_amount
 from shared.outbox.append import OutgoingEvent
 
 PAYMENT_TOPIC = "billing-service.payment"
@@ -43,7 +43,7 @@ class PaymentEvent:
             order_id=charge.order_id,
             charge_id=charge.charge_id,
             order_event_id=charge.event_id,
-            amount=format_amount(charge.amount, charge.currency),
+            amount=format_stored_amount(charge.amount, charge.currency),
             currency=charge.currency,
             provider_reference=charge.provider_reference,
             decline_reason=charge.decline_reason,

@@ -9,6 +9,7 @@ from billing_service import repository
 from billing_service.charge import Charge, ChargeState
 from billing_service.gateway import HttpPaymentGateway, ProviderPayment
 from shared.database import Database
+from shared.money import format_stored_amount
 
 _PAGE = 100
 
@@ -23,7 +24,8 @@ class OpenReview:
     def describe(self) -> str:
         """Return one line: order, reason, and what happened to the money."""
         charge = self.charge
-        known = f"order {charge.order_id} charge {charge.charge_id} {charge.amount} {charge.currency}"
+        amount = "" if charge.amount is None else format_stored_amount(charge.amount, charge.currency or "")
+        known = f"order {charge.order_id} charge {charge.charge_id} {amount} {charge.currency}"
         told = "; ".join(
             f"{payment.status} {payment.amount} {payment.currency} as {payment.payment_id}"
             f" ({'our key' if payment.idempotency_key == str(charge.event_id) else 'another key'})"

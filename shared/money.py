@@ -71,6 +71,23 @@ def format_amount(amount: Decimal, currency: str) -> str:
     return format(abs(rounded) if rounded == 0 else rounded, "f")
 
 
+def format_stored_amount(amount: Decimal, currency: str) -> str:
+    """Return an amount that was accepted before: `format_amount`, whatever became of its currency since.
+
+    Currencies leave ISO 4217 and change their decimals, and what was agreed stays so: a currency that is not listed any
+    more, or has fewer decimals now, gets as many decimals as the amount needs. Raises ValueError for NaN and infinity.
+    """
+    if not amount.is_finite():
+        raise ValueError("an amount must be finite")
+    try:
+        places = exponent(currency)
+    except ValueError:
+        places = 0
+    _, _, fraction = format(amount, "f").partition(".")
+    places = max(places, len(fraction.rstrip("0")))
+    return format(abs(amount) if amount == 0 else amount, f".{places}f")
+
+
 def total(amounts: Iterable[Decimal]) -> Decimal:
     """Return the exact sum."""
     return sum(amounts, Decimal(0))

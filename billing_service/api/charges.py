@@ -14,7 +14,7 @@ from billing_service.charge import Charge, ChargeState
 from shared.database import Database
 from shared.errors import NotFound
 from shared.inbox.summary import InboxSummary, inbox_summary
-from shared.money import format_amount
+from shared.money import format_stored_amount
 
 router = APIRouter(tags=["charges"])
 
@@ -62,10 +62,7 @@ class ChargeView(BaseModel):
 def _amount(charge: Charge) -> str | None:
     if charge.amount is None or charge.currency is None:
         return None
-    try:
-        return format_amount(charge.amount, charge.currency)
-    except ValueError:  # of a currency that exists no more: one such charge must not hide its page
-        return format(charge.amount, "f")
+    return format_stored_amount(charge.amount, charge.currency)
 
 
 class ChargePage(BaseModel):

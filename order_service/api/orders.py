@@ -8,14 +8,14 @@ from uuid import UUID
 
 from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, field_validator
-from shared.inbox.summary import InboxSummary, inbox_summary
 
 from order_service import repository
 from order_service.checkout import Checkout
 from order_service.order import NewOrder, Order, OrderItem, OrderStatus, PaymentStatus
 from shared.database import Database
 from shared.errors import FieldError, InvalidInput, NotFound
-from shared.money import exponent, format_amount, parse_positive_amount
+from shared.inbox.summary import InboxSummary, inbox_summary
+from shared.money import exponent, format_stored_amount, parse_positive_amount
 
 router = APIRouter(tags=["orders"])
 
@@ -107,7 +107,7 @@ class OrderSummary(BaseModel):
             status=order.status,
             payment_status=order.payment_status,
             currency=order.currency,
-            total_amount=format_amount(order.total_amount, order.currency),
+            total_amount=format_stored_amount(order.total_amount, order.currency),
             confirmed_at=order.confirmed_at,
             event_id=order.confirmed_event_id,
         )
@@ -158,7 +158,7 @@ async def read_order(order_id: OrderId, request: Request) -> OrderView:
         **OrderSummary.of(order).model_dump(),
         customer_id=order.customer_id,
         items=[
-            ItemView(sku=i.sku, quantity=i.quantity, unit_price=format_amount(i.unit_price, order.currency))
+            ItemView(sku=i.sku, quantity=i.quantity, unit_price=format_stored_amount(i.unit_price, order.currency))
             for i in items
         ],
         events=[confirmed],

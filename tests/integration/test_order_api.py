@@ -12,6 +12,7 @@ from typing import Any
 from uuid import UUID
 
 import aiohttp
+import iso4217
 import pytest
 from sqlalchemy import event, text
 
@@ -19,6 +20,7 @@ from chargeonce.stack import PostgresServer, free_ports
 from order_service.bootstrap import build, owned_topics
 from order_service.settings import OrderServiceSettings
 from order_service.tables import metadata
+from shared import money
 from shared.cli import migrate_database
 from shared.database import Database
 from shared.telemetry import configure_tracing
@@ -51,6 +53,27 @@ async def api(database: Database) -> AsyncIterator[aiohttp.ClientSession]:
     configure_tracing("order-service")
     async with serving(build(settings_for(database.settings.url), ["api"])) as client:
         yield client
+
+
+async def test_an_order_in_a_currency_that_left_the_list_breaks_no_page(
+    api: aiohttp.ClientSession, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with api.post("/orders", json=ORDER) as response:
+        order_id = (await response.json())["order_id"]
+    without_euro = {code: entry for code, entry in iso4217.raw_table.items() if code != "EUR"}
+    monkeypatch.setattr(money, "raw_table", without_euro)
+    money.exponent.cache_clear()
+    try:
+        async with api.get("/orders", params={"after_order_id": str(order_id - 1)}) as response:
+            assert response.status == 200
+            [listed] = (await response.json())["orders"]
+        async with api.get(f"/orders/{order_id}") as response:
+            read = await response.json()
+    finally:
+        monkeypatch.undo()
+        money.exponent.cache_clear()
+    assert listed["total_amount"] == read["total_amount"] == "40.48"
+    assert [item["unit_price"] for item in read["items"]] == ["19.99", "0.5"]
 
 
 @pytest.fixture

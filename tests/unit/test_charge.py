@@ -123,6 +123,11 @@ def test_f31_the_request_has_one_spelling_and_loses_nothing(order_id: int, units
     assert parse_amount(body["amount"], currency) == amount
 
 
-def test_an_amount_that_the_currency_cannot_express_makes_no_request() -> None:
-    with pytest.raises(ValueError, match="JPY"):
-        canonical_request(1, Decimal("10.5"), "JPY")
+def test_a_request_does_not_depend_on_todays_list_of_currencies() -> None:
+    assert canonical_request(1, Decimal("10.5000"), "ZZZ") == b'{"order_id":1,"amount":"10.5","currency":"ZZZ"}'
+    assert canonical_request(1, Decimal("10.5000"), "JPY") == b'{"order_id":1,"amount":"10.5","currency":"JPY"}'
+
+
+def test_an_amount_that_is_no_number_makes_no_request() -> None:
+    with pytest.raises(ValueError, match="finite"):
+        canonical_request(1, Decimal("NaN"), "EUR")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.money import MAX_AMOUNT, exponent, format_amount, parse_amount, parse_positive_amount
+from shared.money import MAX_AMOUNT, exponent, format_amount, format_stored_amount, parse_amount, parse_positive_amount
 
 CURRENCIES = st.sampled_from(["EUR", "JPY", "KWD", "CLF", "USD", "ISK"])
 
@@ -110,3 +110,32 @@ def test_what_has_no_canonical_text_is_refused(amount: Decimal) -> None:
 
 def test_zero_has_no_sign() -> None:
     assert format_amount(Decimal("-0"), "EUR") == "0.00"
+
+
+@pytest.mark.parametrize(
+    ("amount", "currency", "shown"),
+    [
+        ("19.9900", "EUR", "19.99"),
+        ("19.0000", "EUR", "19.00"),
+        ("1900.0000", "JPY", "1900"),
+        ("19.9900", "ZZZ", "19.99"),
+        ("1900.0000", "ZZZ", "1900"),
+        ("1E+3", "ZZZ", "1000"),
+        ("1.5000", "JPY", "1.5"),
+        ("0.0000", "ZZZ", "0"),
+        ("999999999999999.9999", "ZZZ", "999999999999999.9999"),
+    ],
+)
+def test_a_stored_amount_is_shown_whatever_became_of_its_currency(amount: str, currency: str, shown: str) -> None:
+    assert format_stored_amount(Decimal(amount), currency) == shown
+
+
+@given(st.decimals(min_value=0, max_value=10**15, places=4, allow_nan=False), st.sampled_from(["EUR", "JPY", "ZZZ"]))
+def test_a_stored_amount_loses_nothing(amount: Decimal, currency: str) -> None:
+    assert Decimal(format_stored_amount(amount, currency)) == amount
+
+
+@pytest.mark.parametrize("amount", ["NaN", "Infinity"])
+def test_a_stored_amount_that_is_no_number_is_refused(amount: str) -> None:
+    with pytest.raises(ValueError, match="finite"):
+        format_stored_amount(Decimal(amount), "EUR")
