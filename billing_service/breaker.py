@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import assert_never
 
 from billing_service.charge import (
@@ -31,6 +32,14 @@ class BreakerState(enum.StrEnum):
     HALF_OPEN = "half_open"
 
 
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A call that may run. `openings` is how often the breaker had opened before the call began."""
+
+    openings: int
+    is_probe: bool
+
+
 class CircuitBreaker:
     """Opens after a run of failures, or at once when the provider does not know us; then tries one call at a time.
 
@@ -53,6 +62,7 @@ class CircuitBreaker:
         self._limit = calls_at_once
         self._failures = 0
         self._open = False
+        self._openings = 0
         self._paused_until = 0.0
         self._probing = False
         self.reason = ""
@@ -69,30 +79,34 @@ class CircuitBreaker:
         return max(0.0, self._paused_until - self._clock())
 
     def allowance(self, in_flight: int) -> int:
-        """Return how many calls may begin now."""
+        """Return how many charges to claim now. It may change until they are claimed: `begin` has the last word."""
         if self.seconds_until_allowed() > 0:
             return 0
         if self._open:
             return 0 if self._probing else 1
         return max(0, self._limit - in_flight)
 
-    def begin(self) -> bool:
-        """Note that a call begins; return whether it is the probe of a half-open breaker, to be told to `record`."""
-        if self._open:
-            self._probing = True
-        return self._open
+    def begin(self) -> Admitted | None:
+        """Admit a call that begins now, to be told to `record`; None means that it must not begin.
 
-    def record(self, outcome: Outcome, *, probe: bool = False) -> None:
-        """Learn from a call's end."""
-        if probe:
+        While half-open one call at a time is admitted, as the probe.
+        """
+        if self.seconds_until_allowed() > 0 or (self._open and self._probing):
+            return None
+        self._probing = self._open
+        return Admitted(self._openings, self._open)
+
+    def record(self, outcome: Outcome, call: Admitted) -> None:
+        """Learn from the end of a call."""
+        if call.is_probe:
             self._probing = False
         match outcome:
             case Captured() | Declined() | KeyReused() | RequestRefused() | AnswerContradicts():
                 self._answered()
             case Unknown(why):
-                self._failed(f"the last {self._failures + 1} calls failed ({why})", probe=probe)
+                self._failed(f"the last {self._failures + 1} calls failed ({why})", call)
             case Forbidden(status):
-                self._failed(f"the provider answers {status}; check its address and the API key", probe=probe, now=True)
+                self._failed(f"the provider answers {status}; check its address and the API key", call, now=True)
             case SlowDown(retry_after):
                 self._limit = max(1, self._limit // 2)
                 # The refused charge waits as long as it was told to; the others must not wait for an hour with it.
@@ -109,13 +123,14 @@ class CircuitBreaker:
         self._limit = min(self._calls_at_once, self._limit + 1)
         self.reason = ""
 
-    def _failed(self, reason: str, *, probe: bool, now: bool = False) -> None:
-        """Count a failure. While open, only the probe's counts: calls from before tell nothing new."""
-        self._failures += 1
-        if self._open and not probe:
+    def _failed(self, reason: str, call: Admitted, *, now: bool = False) -> None:
+        """Count a failure, unless the call is older than the last opening: it tells nothing new then."""
+        if call.openings < self._openings:
             return
-        if probe or now or self._failures >= self._failures_to_open:
+        self._failures += 1
+        if call.is_probe or now or self._failures >= self._failures_to_open:
             self._open = True
+            self._openings += 1
             self.reason = reason
             self._pause(self._backoff.next_seconds())
 

@@ -182,7 +182,7 @@ class ChargeExecutor(BackgroundService):
             log.error("executor.needs_review", order_id=order_id, reason=reason)
         for claimed in claims.claimed:
             failpoints.hit("C1")
-            attempt = asyncio.create_task(self._attempt(claimed, lease_ends, self.breaker.begin()))
+            attempt = asyncio.create_task(self._attempt(claimed, lease_ends))
             self._attempts.add(attempt)
             attempt.add_done_callback(self._attempt_done)
         return claims.claimed
@@ -195,7 +195,7 @@ class ChargeExecutor(BackgroundService):
 
     # ----------------------------------------------------------------------------------------------- call
 
-    async def _attempt(self, claimed: ClaimedCharge, lease_ends: float, probe: bool) -> None:
+    async def _attempt(self, claimed: ClaimedCharge, lease_ends: float) -> None:
         """One call and the record of what came of it, in the trace of the order's request."""
         headers = {"traceparent": claimed.traceparent} if claimed.traceparent else {}
         with tracer.start_as_current_span("charge", context=continued_from(headers), kind=SpanKind.CLIENT) as span:
@@ -203,7 +203,6 @@ class ChargeExecutor(BackgroundService):
             span.set_attribute("attempt", claimed.attempt)
             outcome = await self._call(claimed, lease_ends)
             failpoints.hit("C3")
-            self.breaker.record(outcome, probe=probe)
             self._tell_breaker()
             metrics.ATTEMPTS.labels(type(outcome).__name__).inc()
             span.set_attribute("outcome", type(outcome).__name__)
@@ -220,12 +219,26 @@ class ChargeExecutor(BackgroundService):
             await self._record(claimed, step)
 
     async def _call(self, claimed: ClaimedCharge, lease_ends: float) -> Outcome:
-        """Call the provider while the lease surely holds; what waited too long, or until we stop, goes back unsent."""
+        """Call the provider while the lease surely holds; what waited too long, or until we stop, goes back unsent.
+
+        So does a charge that was claimed before the breaker opened.
+        """
         if self.stopping.is_set():
             return Aborted()
         if lease_ends - self._clock() < self._settings.call_deadline_seconds + LEASE_MARGIN_SECONDS / 2:
             log.warning("executor.lease_nearly_over", order_id=claimed.order_id, attempt=claimed.attempt)
             return Aborted()
+        admitted = self.breaker.begin()
+        if admitted is None:
+            return Aborted()
+        outcome: Outcome = Aborted()
+        try:
+            outcome = await self._ask(claimed)
+        finally:
+            self.breaker.record(outcome, admitted)
+        return outcome
+
+    async def _ask(self, claimed: ClaimedCharge) -> Outcome:
         call = asyncio.create_task(self._gateway.charge(claimed, self._settings.call_deadline_seconds))
         self._calls.add(call)
         try:

@@ -12,8 +12,9 @@ import pytest
 from sqlalchemy import event as sqlalchemy_event
 from sqlalchemy import text
 
+from billing_service.api.charges import ChargeView
 from billing_service.breaker import BreakerState, CircuitBreaker
-from billing_service.charge import Captured, Charge, ClaimedCharge, Outcome
+from billing_service.charge import Captured, Charge, ClaimedCharge, Outcome, Unknown
 from billing_service.gateway import HttpPaymentGateway
 from shared.lifecycle import State, running
 from tests.support.billing import BillingUnderTest, Provider, billing_under_test, new_charge, running_provider
@@ -210,12 +211,27 @@ async def test_f42_past_the_idempotency_window_a_person_decides(billing: Billing
 async def test_a_charge_that_no_request_can_be_made_of_goes_to_a_person_alone(
     billing: BillingUnderTest, provider: Provider
 ) -> None:
-    impossible, good = new_charge(order(), currency="ZZZ"), new_charge(order())
+    impossible, good = new_charge(order(), amount=Decimal("NaN")), new_charge(order())
     await billing.request(impossible, good)
     async with running([billing.executor(provider.url)]):
         [reviewed, settled] = await billing.settled(impossible.order_id, good.order_id)
     assert (reviewed.state, reviewed.review_reason, reviewed.attempt) == ("needs_review", "unchargeable", 0)
     assert settled.state == "captured"
+
+
+async def test_a_charge_in_a_currency_that_left_the_list_is_called_settled_and_published(
+    billing: BillingUnderTest,
+) -> None:
+    charge = new_charge(order(), currency="ZZZ", amount=Decimal("19.90"))
+    await billing.request(charge)
+    confirming = Lying(Captured("p-1"))
+    confirming.release.set()
+    async with running([billing.executor(confirming)]):
+        [settled] = await billing.settled(charge.order_id)
+    assert settled.state == "captured"
+    [event] = await billing.events()
+    assert (event["amount"], event["currency"]) == ("19.9", "ZZZ")
+    assert ChargeView.of(settled).amount == "19.9"
 
 
 class Lying:
@@ -344,6 +360,36 @@ async def test_a_client_that_fails_unexpectedly_costs_an_attempt_and_no_slot(bil
     async with running([billing.executor(Faulty(), breaker, calls_at_once=1)]):
         [settled] = await billing.settled(charge.order_id)
     assert (settled.state, settled.attempt) == ("captured", 5)
+
+
+async def test_a_burst_of_failures_opens_once_and_then_probes_one_call_at_a_time(billing: BillingUnderTest) -> None:
+    charges = [new_charge(order()) for _ in range(60)]
+    await billing.request(*charges)
+
+    class Away(Lying):
+        async def charge(self, claimed: ClaimedCharge, deadline_seconds: float) -> Outcome:
+            self.calls += 1
+            await asyncio.sleep(0.02)
+            return Unknown("connection")
+
+    away = Away()
+    breaker = CircuitBreaker(16, failures_to_open=10, first_pause_seconds=1.0, most_pause_seconds=30.0)
+    async with running([billing.executor(away, breaker)]):
+        async with asyncio.timeout(15):
+            while breaker.state is BreakerState.CLOSED:
+                await asyncio.sleep(0.005)
+        first_pause = breaker.seconds_until_allowed()
+        assert first_pause <= 1.0
+        await asyncio.sleep(first_pause * 0.8)
+        calls = away.calls
+        assert calls <= 16 + 10, "what was claimed before the opening is not called"
+        assert breaker.seconds_until_allowed() <= first_pause * 0.25, "the burst did not lengthen the pause"
+        async with asyncio.timeout(15):
+            while breaker.seconds_until_allowed() <= first_pause * 0.25:
+                await asyncio.sleep(0.005)
+        assert away.calls == calls + 1, "one probe"
+        waiting = [await billing.charge_of(charge.order_id) for charge in charges]
+    assert {charge.state for charge in waiting} == {"requested"}
 
 
 # -------------------------------------------------------------------------------- a provider that is away

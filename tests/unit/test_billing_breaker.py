@@ -2,8 +2,8 @@
 
 import pytest
 
-from billing_service.breaker import BreakerState, CircuitBreaker
-from billing_service.charge import Aborted, Captured, Declined, Forbidden, SlowDown, StillRunning, Unknown
+from billing_service.breaker import Admitted, BreakerState, CircuitBreaker
+from billing_service.charge import Aborted, Captured, Declined, Forbidden, Outcome, SlowDown, StillRunning, Unknown
 
 
 class Clock:
@@ -24,17 +24,29 @@ def breaker(clock: Clock) -> CircuitBreaker:
     return CircuitBreaker(8, failures_to_open=3, first_pause_seconds=1.0, most_pause_seconds=30.0, clock=clock)
 
 
+def admitted(breaker: CircuitBreaker) -> Admitted:
+    """A call that begins now."""
+    call = breaker.begin()
+    assert call is not None
+    return call
+
+
+def call(breaker: CircuitBreaker, outcome: Outcome) -> None:
+    """A whole call."""
+    breaker.record(outcome, admitted(breaker))
+
+
 def opened(breaker: CircuitBreaker) -> None:
     for _ in range(3):
-        breaker.record(Unknown("timeout"))
+        call(breaker, Unknown("timeout"))
     assert breaker.state is BreakerState.OPEN
 
 
 def test_a_run_of_failures_pauses_claiming(breaker: CircuitBreaker) -> None:
-    breaker.record(Unknown("timeout"))
-    breaker.record(Unknown("timeout"))
+    call(breaker, Unknown("timeout"))
+    call(breaker, Unknown("timeout"))
     assert breaker.allowance(0) == 8
-    breaker.record(Unknown("connection"))
+    call(breaker, Unknown("connection"))
     assert breaker.state is BreakerState.OPEN
     assert breaker.allowance(0) == 0
     assert "3 calls failed (connection)" in breaker.reason
@@ -42,15 +54,15 @@ def test_a_run_of_failures_pauses_claiming(breaker: CircuitBreaker) -> None:
 
 def test_one_answer_ends_a_run_of_failures(breaker: CircuitBreaker) -> None:
     for _ in range(10):
-        breaker.record(Unknown("timeout"))
-        breaker.record(Unknown("timeout"))
-        breaker.record(Declined("p", "card_declined"))
+        call(breaker, Unknown("timeout"))
+        call(breaker, Unknown("timeout"))
+        call(breaker, Declined("p", "card_declined"))
     assert breaker.state is BreakerState.CLOSED
 
 
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_provider_that_does_not_know_us_opens_at_once(breaker: CircuitBreaker, status: int) -> None:
-    breaker.record(Forbidden(status))
+    call(breaker, Forbidden(status))
     assert breaker.state is BreakerState.OPEN
     assert str(status) in breaker.reason
 
@@ -60,14 +72,15 @@ def test_half_open_allows_one_call_at_a_time(breaker: CircuitBreaker, clock: Clo
     clock.now += 31
     assert breaker.state is BreakerState.HALF_OPEN
     assert breaker.allowance(5) == 1
-    assert breaker.begin()
+    assert admitted(breaker).is_probe
     assert breaker.allowance(0) == 0
+    assert breaker.begin() is None, "exactly one probe"
 
 
 def test_a_probe_that_is_answered_closes(breaker: CircuitBreaker, clock: Clock) -> None:
     opened(breaker)
     clock.now += 31
-    breaker.record(Captured("p"), probe=breaker.begin())
+    call(breaker, Captured("p"))
     assert breaker.state is BreakerState.CLOSED
     assert breaker.allowance(0) == 8
     assert breaker.reason == ""
@@ -78,21 +91,33 @@ def test_a_probe_that_fails_opens_again_for_longer(breaker: CircuitBreaker, cloc
     first = breaker.seconds_until_allowed()
     for _ in range(3):
         clock.now += 31
-        breaker.record(Unknown("timeout"), probe=breaker.begin())
+        call(breaker, Unknown("timeout"))
     assert breaker.state is BreakerState.OPEN
     assert first < breaker.seconds_until_allowed() <= 30
 
 
 def test_calls_from_before_do_not_lengthen_the_pause(breaker: CircuitBreaker, clock: Clock) -> None:
+    before = [admitted(breaker) for _ in range(20)]
     opened(breaker)
     wait = breaker.seconds_until_allowed()
-    for _ in range(20):
-        breaker.record(Unknown("timeout"))
+    assert wait <= 1.0
+    for old in before[:10]:
+        breaker.record(Unknown("timeout"), old)
     assert breaker.seconds_until_allowed() == wait
     clock.now += 31
-    breaker.begin()
-    breaker.record(Unknown("timeout"))  # not the probe
+    probe = admitted(breaker)
+    breaker.record(Unknown("timeout"), before[10])
     assert breaker.allowance(0) == 0, "the probe is still under way"
+    breaker.record(Captured("p"), probe)
+    for old in before[11:]:
+        breaker.record(Forbidden(401), old)
+    assert breaker.state is BreakerState.CLOSED, "they began before the provider was found well again"
+
+
+def test_a_claim_that_the_opening_overtook_is_not_admitted(breaker: CircuitBreaker) -> None:
+    assert breaker.allowance(0) == 8
+    opened(breaker)
+    assert breaker.begin() is None
 
 
 @pytest.mark.parametrize("end", [StillRunning(), Aborted()])
@@ -101,7 +126,7 @@ def test_a_probe_that_tells_nothing_lets_the_next_one_try(
 ) -> None:
     opened(breaker)
     clock.now += 31
-    breaker.record(end, probe=breaker.begin())
+    call(breaker, end)
     assert breaker.state is BreakerState.HALF_OPEN
     assert breaker.allowance(0) == 1
 
@@ -109,23 +134,23 @@ def test_a_probe_that_tells_nothing_lets_the_next_one_try(
 def test_slow_down_halves_the_calls_and_pauses_then_recovers_step_by_step(
     breaker: CircuitBreaker, clock: Clock
 ) -> None:
-    breaker.record(SlowDown(5.0))
+    call(breaker, SlowDown(5.0))
     assert breaker.state is BreakerState.CLOSED
     assert breaker.allowance(0) == 0
     clock.now += 5
     assert breaker.allowance(0) == 4
     assert breaker.allowance(3) == 1
     for _ in range(3):
-        breaker.record(Captured("p"))
+        call(breaker, Captured("p"))
     assert breaker.allowance(0) == 7
     for _ in range(20):
-        breaker.record(Captured("p"))
+        call(breaker, Captured("p"))
     assert breaker.allowance(0) == 8
 
 
 def test_slow_down_never_stops_for_good(breaker: CircuitBreaker, clock: Clock) -> None:
-    for _ in range(20):
-        breaker.record(SlowDown())
+    for begun in [admitted(breaker) for _ in range(20)]:
+        breaker.record(SlowDown(), begun)
     clock.now += 1
     assert breaker.allowance(0) == 1
 
@@ -133,6 +158,6 @@ def test_slow_down_never_stops_for_good(breaker: CircuitBreaker, clock: Clock) -
 def test_a_long_retry_after_of_one_charge_does_not_stop_the_others_for_long(
     breaker: CircuitBreaker, clock: Clock
 ) -> None:
-    breaker.record(SlowDown(3600.0))
+    call(breaker, SlowDown(3600.0))
     clock.now += 30
     assert breaker.allowance(0) == 4
