@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from fastapi import FastAPI
 
@@ -15,6 +16,7 @@ from billing_service.executor import ChargeExecutor
 from billing_service.gateway import HttpPaymentGateway
 from billing_service.handlers import OrderConfirmedHandler
 from billing_service.metrics import ChargeMonitor
+from billing_service.repository import CLAIM_PLANNING
 from billing_service.settings import BillingServiceSettings
 from shared.database import Database
 from shared.inbox.consumer import InboxConsumer
@@ -53,7 +55,9 @@ def build(settings: BillingServiceSettings, roles: Collection[str] = ROLES) -> F
     if "consumer" in roles:
         services += _consumer(settings, database)
     if "executor" in roles:
-        services += _executor(settings, database)
+        executor_pool = executor_database(settings)
+        other_databases.append(executor_pool)
+        services += _executor(settings, executor_pool)
     app = create_app(
         title="Billing service",
         version="1",
@@ -80,6 +84,11 @@ def _consumer(settings: BillingServiceSettings, database: Database) -> list[Serv
         handler=OrderConfirmedHandler(notifier.signal),
     )
     return [notifier, consumer, InboxUpkeep(database, window_days=settings.dedup_window_days)]
+
+
+def executor_database(settings: BillingServiceSettings) -> Database:
+    """Return the executor's own database, whose sessions plan as its claims need it."""
+    return Database(replace(settings.database("executor", pool_size=4), session_settings=CLAIM_PLANNING))
 
 
 def _executor(settings: BillingServiceSettings, database: Database) -> list[Service]:

@@ -86,6 +86,7 @@ charge = Table(
         postgresql_where=text("cancel_event_id IS NOT NULL"),
     ),
     Index("ix_charge_due", "next_attempt_at", postgresql_where=text("state = 'requested'")),
+    Index("ix_charge_state_order_id", "state", "order_id", postgresql_where=text("state <> 'captured'")),
     Index(
         "ix_charge_unfinished",
         "state",

@@ -115,16 +115,22 @@ CREATE TABLE public.dedup_floor (
 );
 COMMENT ON TABLE public.dedup_floor IS 'lowest event id that still has a partition; only rises';
 CREATE TABLE public.inbox_tally (
+    tally_id bigint NOT NULL,
     consumer_group text NOT NULL,
-    topic text NOT NULL,
-    partition integer NOT NULL,
-    handled bigint DEFAULT 0 NOT NULL,
-    duplicates bigint DEFAULT 0 NOT NULL,
-    dead bigint DEFAULT 0 NOT NULL,
-    outside_window bigint DEFAULT 0 NOT NULL
-)
-WITH (fillfactor='50');
-COMMENT ON TABLE public.inbox_tally IS 'every record settled, counted in the transaction that settled it';
+    handled bigint NOT NULL,
+    duplicates bigint NOT NULL,
+    dead bigint NOT NULL,
+    outside_window bigint NOT NULL
+);
+COMMENT ON TABLE public.inbox_tally IS 'settled records, a row for each batch in its own transaction; the upkeep folds rows together; read sums only';
+ALTER TABLE public.inbox_tally ALTER COLUMN tally_id ADD GENERATED ALWAYS AS IDENTITY (
+    SEQUENCE NAME public.inbox_tally_tally_id_seq
+    START WITH 1
+    INCREMENT BY 1
+    NO MINVALUE
+    NO MAXVALUE
+    CACHE 1
+);
 CREATE TABLE public.outbox_bucket (
     bucket smallint NOT NULL,
     lease_owner uuid,
@@ -206,7 +212,7 @@ ALTER TABLE ONLY public.dead_letter
 ALTER TABLE ONLY public.dedup_floor
     ADD CONSTRAINT pk_dedup_floor PRIMARY KEY (singleton);
 ALTER TABLE ONLY public.inbox_tally
-    ADD CONSTRAINT pk_inbox_tally PRIMARY KEY (consumer_group, topic, partition);
+    ADD CONSTRAINT pk_inbox_tally PRIMARY KEY (tally_id);
 ALTER TABLE ONLY public.outbox_bucket
     ADD CONSTRAINT pk_outbox_bucket PRIMARY KEY (bucket);
 ALTER TABLE ONLY public.outbox_event
@@ -232,6 +238,7 @@ ALTER TABLE ONLY public.outbox_event
 ALTER TABLE ONLY public.outbox_parked
     ADD CONSTRAINT uq_outbox_parked_event_id UNIQUE (event_id);
 CREATE INDEX ix_charge_due ON public.charge USING btree (next_attempt_at) WHERE (state = 'requested'::text);
+CREATE INDEX ix_charge_state_order_id ON public.charge USING btree (state, order_id) WHERE (state <> 'captured'::text);
 CREATE INDEX ix_charge_unfinished ON public.charge USING btree (state, requested_at) WHERE (state = ANY (ARRAY['requested'::text, 'needs_review'::text, 'refund_requested'::text]));
 CREATE INDEX ix_dead_letter_state ON public.dead_letter USING btree (consumer_group, status, reason);
 CREATE INDEX ix_processed_event_processed_at ON ONLY public.processed_event USING btree (processed_at);

@@ -81,6 +81,8 @@ def upgrade() -> None:
         CREATE INDEX ix_charge_unfinished ON charge (state, requested_at)
         WHERE state IN ('requested', 'needs_review', 'refund_requested')
     """)
+    # Pages of one state, by order id. Nearly all charges are captured: the key on order_id serves their pages.
+    op.execute("CREATE INDEX ix_charge_state_order_id ON charge (state, order_id) WHERE state <> 'captured'")
     # The request is fixed at the first claim: other bytes under the same key would be refused, or charge anew later.
     op.execute("""
         CREATE FUNCTION charge_keep_request() RETURNS trigger LANGUAGE plpgsql AS $$
