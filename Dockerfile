@@ -8,15 +8,15 @@ WORKDIR /src
 RUN python -m venv --without-pip /opt/chargeonce
 # Changes seldom, takes longest: a layer of its own, rebuilt only when a pin changes.
 COPY requirements.txt ./
-RUN --mount=type=cache,target=/root/.cache/pip \
-    pip --python /opt/chargeonce/bin/python install --disable-pip-version-check --root-user-action ignore \
+RUN --mount=type=cache,target=/var/cache/pip \
+    pip --cache-dir /var/cache/pip --python /opt/chargeonce/bin/python install --disable-pip-version-check --root-user-action ignore \
         --require-hashes --only-binary :all: -r requirements.txt
 # hatchling, pinned and hashed with what it needs: the entries of the lab's set that are there because of it.
 COPY requirements-lab.txt ./
-RUN --mount=type=cache,target=/root/.cache/pip \
+RUN --mount=type=cache,target=/var/cache/pip \
     awk 'function end() { if (block ~ /^hatchling==|#( via)? +hatchling\n/) printf "%s", block; block = "" } \
          /^[a-z0-9]/ { end() } { block = block $0 "\n" } END { end() }' requirements-lab.txt >requirements-build.txt && \
-    pip install --disable-pip-version-check --root-user-action ignore \
+    pip --cache-dir /var/cache/pip install --disable-pip-version-check --root-user-action ignore \
         --require-hashes --only-binary :all: -r requirements-build.txt
 COPY pyproject.toml LICENSE ./
 COPY alembic/ alembic/
@@ -28,7 +28,7 @@ COPY billing_service/ billing_service/
 # on a bare machine. An empty one stands for each, so that their changes rebuild nothing.
 RUN touch README.md && mkdir chargeonce && touch chargeonce/__init__.py && \
     python -m hatchling build -t wheel -d /tmp/wheel && \
-    pip --python /opt/chargeonce/bin/python install --disable-pip-version-check --root-user-action ignore \
+    pip --cache-dir /var/cache/pip --python /opt/chargeonce/bin/python install --disable-pip-version-check --root-user-action ignore \
         --no-deps --no-index --no-cache-dir /tmp/wheel/*.whl && \
     rm /opt/chargeonce/bin/chargeonce
 

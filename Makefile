@@ -3,7 +3,7 @@
 #
 #   make install        the environment with everything, and what needs the network once
 #   make demo           create orders, break things, prove that each was charged once   (ORDERS=1000)
-#   make up             PostgreSQL, Kafka and both services in the foreground, until Ctrl-C
+#   make up             PostgreSQL, Kafka and both services in the foreground, until Ctrl-C   (PORT_BASE=8001)
 #   make test           the tests   (T="tests/unit -k money" for some of them)
 #   make check          format, lint, types, import contracts
 #   make test-compose   the containers of compose.yaml under kills and restarts; needs Docker
@@ -13,6 +13,7 @@
 VENV := $(or $(CHARGEONCE_VENV),.venv)
 VAR := $(or $(CHARGEONCE_VAR),var)
 ORDERS ?= 1000
+PORT_BASE ?= 8001
 T ?=
 UV ?= uv
 UPGRADE ?=
@@ -34,7 +35,7 @@ demo: lab
 	@$(VENV)/bin/chargeonce demo --orders $(ORDERS)
 
 up: lab
-	@$(VENV)/bin/chargeonce up
+	@$(VENV)/bin/chargeonce up --port-base $(PORT_BASE)
 
 test: dev
 	$(VENV)/bin/python -m pytest $(T)

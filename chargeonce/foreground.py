@@ -98,12 +98,16 @@ def _readable_logs() -> Mapping[str, Mapping[str, str]]:
 def _welcome(system: System) -> list[str]:
     orders, billing, provider = system.orders_url, system.billing_url, system.provider_url
     addresses = f"--orders-url {orders} --billing-url {billing} --provider-url {provider}"
+    others = ", ".join(
+        f"{name} {system.url(name).rpartition(':')[2]}" for name in PROCESSES[2:] if name != "billing-api"
+    )
     return [
         "",
         "ready",
         f"  orders      {orders}    (routes: {orders}/docs)",
         f"  billing     {billing}    (routes: {billing}/docs)",
         f"  provider    {provider}    (routes: {provider}/docs)",
+        f"  health      {others}    (/readyz and /metrics)",
         f"  PostgreSQL  {system.database_dsn('order_service')}, …/billing_service",
         f"  Kafka       {system.stack.kafka.bootstrap_servers}",
         "create an order, then look at it and at its charge:",
@@ -111,7 +115,7 @@ def _welcome(system: System) -> list[str]:
         f"  curl -s {orders}/orders/1",
         f"  curl -s '{billing}/charges?order_id=1'",
         "prove that each order was charged once:",
-        f"  chargeonce audit {addresses}",
+        f"  .venv/bin/chargeonce audit {addresses}",
         "kill what you like (it comes back); Ctrl-C stops everything",
         "",
     ]

@@ -187,7 +187,7 @@ class Demo:
 
 _WHAT_NEXT = """
 What to try next
-  chargeonce up                    run it all in the foreground, create orders with curl, kill what you like
-  chargeonce demo --orders 5000    the same with more of everything
-  chargeonce demo --keep           keep databases, ledger and logs for a look
-  docs/guarantees.md               what is promised, and what happens on a crash at each step"""
+  .venv/bin/chargeonce up                    run it all in the foreground, create orders with curl, kill what you like
+  .venv/bin/chargeonce demo --orders 5000    the same with more of everything
+  .venv/bin/chargeonce demo --keep           keep databases, ledger and logs for a look
+  docs/guarantees.md                         what is promised, and what happens on a crash at each step"""

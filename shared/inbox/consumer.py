@@ -196,11 +196,12 @@ class InboxConsumer(BackgroundService, Generic[M]):
 
     async def _idle(self, consumer: GroupConsumer) -> None:
         """Nothing to do: catch up on a failed commit, and tell how things stand."""
+        # Before the commit: each of those waits for its deadline while Kafka is silent, and may never succeed.
+        if consumer.silent_seconds() > 2 * self._settings.session_timeout_seconds:
+            raise KafkaFailure("Kafka has been silent for longer than two session timeouts; joining anew")
         if consumer.has_uncommitted and not await self._commit(consumer):
             self._degraded("offset commits fail; what is settled would be read again after a restart")
             return
-        if consumer.silent_seconds() > 2 * self._settings.session_timeout_seconds:
-            raise KafkaFailure("Kafka has been silent for longer than two session timeouts; joining anew")
         trouble = consumer.trouble()
         if trouble:
             self._degraded(trouble)
