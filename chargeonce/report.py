@@ -209,8 +209,8 @@ footer {{ color: #666; font-size: .9rem; margin-top: 2rem }}
 {phases}
 <h2>What to try next</h2>
 <p><code>.venv/bin/chargeonce up</code> runs it all in the foreground: create orders with curl, kill what you like, then
-<code>.venv/bin/chargeonce audit</code>. <code>.venv/bin/chargeonce demo --orders 5000</code> does the same as here with more of
-everything.</p>
+<code>.venv/bin/chargeonce audit</code>. <code>.venv/bin/chargeonce demo --orders 5000</code> does the same as here with
+more of everything.</p>
 <footer>{began}, {seconds} s; {machine}</footer>
 </html>
 """
