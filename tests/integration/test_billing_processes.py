@@ -104,7 +104,7 @@ async def test_the_api_pages_charges_by_order_and_state(
         assert second["next"] is None
         _, captured = await get(f"{url}/charges?state=captured")
         assert [charge["order_id"] for charge in captured["charges"]] == [2, 5]
-        assert captured["charges"][1]["amount"] == "19.9900", "a currency that is gone hides no page"
+        assert captured["charges"][1]["amount"] == "19.99", "a currency that is gone hides no page"
 
         _, of_order = await get(f"{url}/charges?order_id=2")
         [charge] = of_order["charges"]
