@@ -12,6 +12,7 @@ import pytest
 from sqlalchemy import event as sqlalchemy_event
 from sqlalchemy import text
 
+from billing_service import repository
 from billing_service.api.charges import ChargeView
 from billing_service.breaker import BreakerState, CircuitBreaker
 from billing_service.charge import Captured, Charge, ClaimedCharge, Outcome, Unknown
@@ -362,34 +363,44 @@ async def test_a_client_that_fails_unexpectedly_costs_an_attempt_and_no_slot(bil
     assert (settled.state, settled.attempt) == ("captured", 5)
 
 
-async def test_a_burst_of_failures_opens_once_and_then_probes_one_call_at_a_time(billing: BillingUnderTest) -> None:
-    charges = [new_charge(order()) for _ in range(60)]
+async def test_charges_claimed_while_the_breaker_opens_go_back_uncalled_and_one_probe_follows(
+    billing: BillingUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    charges = [new_charge(order()) for _ in range(20)]
     await billing.request(*charges)
+    breaker = CircuitBreaker(16, failures_to_open=3, first_pause_seconds=1.0, most_pause_seconds=30.0)
+    in_flight = [breaker.begin() for _ in range(3)]
+    real = repository.claim_due
+
+    async def claim_while_calls_fail(*arguments: Any) -> repository.Claims:
+        claims = await real(*arguments)
+        while in_flight and (call := in_flight.pop()) is not None:
+            breaker.record(Unknown("connection"), call)
+        return claims
 
     class Away(Lying):
         async def charge(self, claimed: ClaimedCharge, deadline_seconds: float) -> Outcome:
             self.calls += 1
-            await asyncio.sleep(0.02)
             return Unknown("connection")
 
+    monkeypatch.setattr(repository, "claim_due", claim_while_calls_fail)
     away = Away()
-    breaker = CircuitBreaker(16, failures_to_open=10, first_pause_seconds=1.0, most_pause_seconds=30.0)
     async with running([billing.executor(away, breaker)]):
+        waiting = [await billing.until(c.order_id, lambda found: found.attempt == 1) for c in charges[:16]]
+        assert breaker.state is BreakerState.OPEN
+        assert away.calls == 0
+        pause = breaker.seconds_until_allowed()
+        assert pause <= 1.0, "one opening, one pause"
         async with asyncio.timeout(15):
-            while breaker.state is BreakerState.CLOSED:
+            while away.calls == 0:
                 await asyncio.sleep(0.005)
-        first_pause = breaker.seconds_until_allowed()
-        assert first_pause <= 1.0
-        await asyncio.sleep(first_pause * 0.8)
-        calls = away.calls
-        assert calls <= 16 + 10, "what was claimed before the opening is not called"
-        assert breaker.seconds_until_allowed() <= first_pause * 0.25, "the burst did not lengthen the pause"
-        async with asyncio.timeout(15):
-            while breaker.seconds_until_allowed() <= first_pause * 0.25:
-                await asyncio.sleep(0.005)
-        assert away.calls == calls + 1, "one probe"
-        waiting = [await billing.charge_of(charge.order_id) for charge in charges]
+        await asyncio.sleep(0.3)
+        assert away.calls == 1, "exactly one probe, and the pause after it"
+        assert breaker.state is BreakerState.OPEN
     assert {charge.state for charge in waiting} == {"requested"}
+    async with billing.database.engine.connect() as connection:
+        leased = await connection.execute(text("SELECT count(*) FROM charge WHERE lease_owner IS NOT NULL"))
+        assert leased.scalar_one() == 0
 
 
 # -------------------------------------------------------------------------------- a provider that is away
