@@ -7,9 +7,9 @@ import importlib
 import os
 from typing import Any
 
+from alembic import context
 from sqlalchemy import Connection, MetaData, text
 
-from alembic import context
 from shared.database import Database, DatabaseSettings
 
 # Two migrate jobs at once wait for each other. 0x4D494752 is "MIGR".

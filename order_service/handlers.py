@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from uuid import UUID
 
-from shared.inbox.messages import ConsumedRecord, Incoming, decode_json
-
 from order_service import repository
 from order_service.messages import PAYMENT_TOPIC, PaymentCapturedMessage, PaymentDeclinedMessage, PaymentMessage
 from order_service.order import PAYMENT_TRANSITIONS, PaymentStatus
 from shared.errors import MessageRejected
+from shared.inbox.messages import ConsumedRecord, Incoming, decode_json
 from shared.unit_of_work import UnitOfWork
 
 _MODELS: Mapping[str, type[PaymentMessage]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import Field
+
 from shared.inbox.messages import EventMessage
 
 PAYMENT_TOPIC = "billing-service.payment"

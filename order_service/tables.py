@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from shared.inbox.tables import define_inbox
 from sqlalchemy import (
     BigInteger,
     CheckConstraint,
@@ -21,6 +20,7 @@ from sqlalchemy import (
 )
 
 from shared.database import new_metadata
+from shared.inbox.tables import define_inbox
 from shared.outbox.tables import define_outbox
 
 metadata = new_metadata()

@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from alembic import command
 from alembic.config import Config
 from sqlalchemy import MetaData
 
-from alembic import command
 from shared.errors import Refused
 
 

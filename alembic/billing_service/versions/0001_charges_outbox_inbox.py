@@ -7,6 +7,7 @@ Revises:
 from __future__ import annotations
 
 from alembic import op
+
 from shared.inbox import migrations as inbox
 from shared.outbox import migrations as outbox
 

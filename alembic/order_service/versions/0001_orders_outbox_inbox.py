@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from alembic import op
+
 from shared.inbox import migrations as inbox
 from shared.outbox import migrations as outbox
 
