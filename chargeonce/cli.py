@@ -127,7 +127,7 @@ def audit(
 
 @app.command()
 def demo(
-    orders: Annotated[int, typer.Option(min=150, max=1_000_000, help="how many orders to create")] = 1000,
+    orders: Annotated[int, typer.Option(min=300, max=1_000_000, help="how many orders to create")] = 1000,
     keep: Annotated[
         bool, typer.Option("--keep", help="keep databases, ledger and logs also when all went well")
     ] = False,

@@ -10,6 +10,7 @@ import asyncpg
 import structlog
 from sqlalchemy import MetaData, text
 from sqlalchemy.engine import make_url
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 
 from shared.errors import Refused
@@ -128,6 +129,14 @@ class Database:
         self._ping.result()
 
     async def _ask(self) -> None:
+        try:
+            await self._ask_once()
+        except DBAPIError as error:
+            if not error.connection_invalidated:
+                raise
+            await self._ask_once()  # that connection was dead already; the pool makes a new one
+
+    async def _ask_once(self) -> None:
         async with self.engine.connect() as connection:
             await connection.execute(text("SELECT 1"))
 

@@ -36,6 +36,8 @@ log = structlog.get_logger(__name__)
 MAX_BODY_BYTES = 262_144
 PROBLEM_JSON = "application/problem+json"
 _RETRY_AFTER_SECONDS = 2
+_MOST_FIELD_ERRORS = 20
+_LONGEST_FIELD_NAME = 100
 
 
 def create_app(
@@ -134,7 +136,8 @@ def _validation_problem(handler: ExceptionHandler, request: Request, error: Requ
             detail="send the body as JSON with Content-Type: application/json",
             status=415,
         )
-    fields = [FieldError(_field_name(item["loc"]), _message(item)) for item in errors]
+    # Names of unknown fields are the caller's: a few of them, cut short, are enough to find the mistake.
+    fields = [FieldError(_field_name(item["loc"]), _message(item)) for item in errors[:_MOST_FIELD_ERRORS]]
     return _service_problem(
         handler, request, InvalidInput("; ".join(f"{f.field}: {f.message}" for f in fields), fields)
     )
@@ -143,7 +146,8 @@ def _validation_problem(handler: ExceptionHandler, request: Request, error: Requ
 def _field_name(location: Sequence[str | int]) -> str:
     source, *rest = location
     named = [str(part) for part in rest]
-    return ".".join(named) if named else str(source)
+    name = ".".join(named) if named else str(source)
+    return name if len(name) <= _LONGEST_FIELD_NAME else f"{name[:_LONGEST_FIELD_NAME]}…"
 
 
 def _message(item: Mapping[str, Any]) -> str:

@@ -74,6 +74,11 @@ class Load:
         self.released += allowed
         return allowed
 
+    @property
+    def left(self) -> int:
+        """How many orders may still be released."""
+        return self.total - self.released
+
     def check(self) -> None:
         """Raises DemoFailedError when a client was refused."""
         for task in self._tasks:

@@ -179,7 +179,7 @@ async def _keeper(database: Database, task: int) -> AsyncIterator[AsyncConnectio
     """Yield an autocommit connection that holds the task's lock, or None when another process holds it."""
     async with database.engine.connect() as pooled:
         connection = await pooled.execution_options(isolation_level="AUTOCOMMIT")
-        if not (await connection.execute(text(f"SELECT pg_try_advisory_lock({_LOCK}, {_DROP})"))).scalar_one():
+        if not (await connection.execute(text(f"SELECT pg_try_advisory_lock({_LOCK}, {task})"))).scalar_one():
             yield None
             return
         try:

@@ -36,12 +36,12 @@ async def directory() -> AsyncIterator[Path]:
 
 async def test_the_demo_breaks_everything_and_proves_that_each_order_was_charged_once(directory: Path) -> None:
     process = await asyncio.create_subprocess_exec(
-        *COMMAND, "--orders", "150", "--directory", str(directory), stdout=asyncio.subprocess.PIPE, stderr=-2
+        *COMMAND, "--orders", "300", "--directory", str(directory), stdout=asyncio.subprocess.PIPE, stderr=-2
     )
     output = (await asyncio.wait_for(process.communicate(), 300))[0].decode()
     assert process.returncode == 0, output
     report = json.loads((directory / "report.json").read_text())
-    assert report["orders_confirmed"] == report["charges_captured"] == report["payments_captured"] == 150
+    assert report["orders_confirmed"] == report["charges_captured"] == report["payments_captured"] == 300
     assert report["duplicates_absorbed"] >= report["copies_sent"] > 0
     assert report["dead_letters"] == report["poison_sent"] > 0
     assert (report["double_charges"], report["missing_charges"]) == (0, 0)

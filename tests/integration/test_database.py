@@ -81,3 +81,16 @@ async def test_f3_a_transaction_that_hangs_is_ended(database_url: str) -> None:
             await hanging.execute(pid)
         assert is_transient(raised.value)
     await database.close()
+
+
+async def test_f38_a_ping_over_a_connection_that_was_cut_asks_again_on_a_new_one(database_url: str) -> None:
+    database = Database(database_settings(database_url))
+    await database.ping()
+    admin = await asyncpg.connect(database.dsn)
+    await admin.execute(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+        "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    )
+    await admin.close()
+    await database.ping()
+    await database.close()

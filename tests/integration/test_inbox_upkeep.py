@@ -19,7 +19,7 @@ from shared.errors import is_transient
 from shared.identifiers import lowest_id_at
 from shared.inbox.migrations import downgrade_1, upgrade_1
 from shared.inbox.tables import define_inbox
-from shared.inbox.upkeep import InboxUpkeep, drop_expired_partitions, ensure_partitions
+from shared.inbox.upkeep import InboxUpkeep, drop_expired_partitions, ensure_partitions, fold_tally
 from shared.lifecycle import READY, running
 from tests.support.inbox import inbox_under_test, payload
 from tests.support.outbox import database_settings, migrate_with, until
@@ -222,3 +222,11 @@ async def test_the_ddl_is_what_the_tables_declare_and_can_be_taken_back(
         assert await fetch(made, "SELECT proname FROM pg_proc WHERE pronamespace = 'public'::regnamespace") == []
     finally:
         await made.close()
+
+
+async def test_f7_every_keeper_gives_back_the_lock_that_it_took(database: Database) -> None:
+    await ensure_partitions(database, window_days=5)
+    await drop_expired_partitions(database)
+    await fold_tally(database)
+    held = "SELECT count(*) FROM pg_locks l JOIN pg_database d ON d.oid = l.database WHERE locktype = 'advisory'"
+    assert await fetch(database, held + " AND d.datname = current_database()") == [(0,)]

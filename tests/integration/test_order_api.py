@@ -229,6 +229,15 @@ async def test_a_streamed_body_over_the_limit_is_refused(api: aiohttp.ClientSess
         assert response.status == 413
 
 
+async def test_many_and_long_unknown_fields_make_a_short_answer(
+    api: aiohttp.ClientSession, nothing_stored: None
+) -> None:
+    body = changed(**{f"field-{number}": 1 for number in range(5000)}, **{"x" * 100_000: 1})
+    async with api.post("/orders", json=body) as response:
+        assert response.status == 422
+        assert len(await response.read()) < 10_000
+
+
 async def test_a_refused_value_is_not_echoed(api: aiohttp.ClientSession) -> None:
     async with api.post("/orders", json=with_item(sku="private\0name")) as response:
         assert "private" not in await response.text()
