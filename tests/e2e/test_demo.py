@@ -58,7 +58,7 @@ async def test_the_demo_breaks_everything_and_proves_that_each_order_was_charged
     assert report["outages"][0]["orders_accepted"] > 0
     assert report["answers_lost"] > 0
     assert report["answers_repeated"] >= report["answers_lost"]
-    assert "All 150 orders were charged exactly once." in output
+    assert "All 300 orders were charged exactly once." in output
     assert "\x1b" not in output
     assert "<svg" in (directory / "report.html").read_text()
     assert not (directory / "run").exists()
