@@ -36,12 +36,12 @@ async def directory() -> AsyncIterator[Path]:
 
 async def test_the_demo_breaks_everything_and_proves_that_each_order_was_charged_once(directory: Path) -> None:
     process = await asyncio.create_subprocess_exec(
-        *COMMAND, "--orders", "300", "--directory", str(directory), stdout=asyncio.subprocess.PIPE, stderr=-2
+        *COMMAND, "--orders", "1000", "--directory", str(directory), stdout=asyncio.subprocess.PIPE, stderr=-2
     )
     output = (await asyncio.wait_for(process.communicate(), 300))[0].decode()
     assert process.returncode == 0, output
     report = json.loads((directory / "report.json").read_text())
-    assert report["orders_confirmed"] == report["charges_captured"] == report["payments_captured"] == 300
+    assert report["orders_confirmed"] == report["charges_captured"] == report["payments_captured"] == 1000
     assert report["duplicates_absorbed"] >= report["copies_sent"] > 0
     assert report["dead_letters"] == report["poison_sent"] > 0
     assert (report["double_charges"], report["missing_charges"]) == (0, 0)
@@ -58,7 +58,7 @@ async def test_the_demo_breaks_everything_and_proves_that_each_order_was_charged
     assert report["outages"][0]["orders_accepted"] > 0
     assert report["answers_lost"] > 0
     assert report["answers_repeated"] >= report["answers_lost"]
-    assert "All 300 orders were charged exactly once." in output
+    assert "All 1000 orders were charged exactly once." in output
     assert "\x1b" not in output
     assert "<svg" in (directory / "report.html").read_text()
     assert not (directory / "run").exists()
