@@ -87,20 +87,25 @@ async def kill_executor(stage: Stage) -> None:
 
 async def kill_relay(stage: Stage) -> None:
     """SIGKILL the order relay with events in its hands: they are still in the outbox."""
-    await _kill(stage, "order-relay", stage.observer.unpublished)
+    await _kill(stage, "order-relay", stage.observer.unpublished, frozen_first=True)
 
 
 # What the kills may not use up: the later phases need orders too.
 _RESERVED = 0.5
 
 
-async def _kill(stage: Stage, name: str, measure: Callable[[], Awaitable[InFlight]]) -> None:
-    """Kill a process while something is in flight in it. It is frozen while that is measured, so the number is true."""
-    if name == "order-relay":  # frozen before they come in: what it has not published then is there by construction
+async def _kill(
+    stage: Stage, name: str, measure: Callable[[], Awaitable[InFlight]], *, frozen_first: bool = False
+) -> None:
+    """Kill a process while something is in flight in it. It is frozen while that is measured, so the number is true.
+
+    `frozen_first` freezes it before the orders come in: what waits for it then is there by construction.
+    """
+    if frozen_first:
         stage.system.signal(name, signal.SIGSTOP)
     count = stage.release(12)
     stage.board.say(f"{count} more orders come in meanwhile")
-    if name == "order-relay":
+    if frozen_first:
         await stage.load.until(stage.load.accepted + min(count, _SOON_ENOUGH), _IN_FLIGHT_DEADLINE_SECONDS)
     try:
         async with asyncio.timeout(_IN_FLIGHT_DEADLINE_SECONDS):
