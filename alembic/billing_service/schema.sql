@@ -175,8 +175,19 @@ CREATE TABLE public.outbox_parked (
     parked_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
     released_at timestamp with time zone,
     released_by text,
-    CONSTRAINT ck_outbox_parked_bucket_range CHECK (((bucket >= 0) AND (bucket < 96)))
+    refused boolean DEFAULT true NOT NULL,
+    settled_at timestamp with time zone,
+    outcome text,
+    settled_by text,
+    note text,
+    CONSTRAINT ck_outbox_parked_bucket_range CHECK (((bucket >= 0) AND (bucket < 96))),
+    CONSTRAINT ck_outbox_parked_outcome_known CHECK (
+CASE
+    WHEN (settled_at IS NULL) THEN (outcome IS NULL)
+    ELSE (outcome = ANY (ARRAY['published'::text, 'discarded'::text]))
+END)
 );
+COMMENT ON COLUMN public.outbox_parked.refused IS 'false: it waits behind a refused event of its key';
 CREATE TABLE public.outbox_progress (
     bucket smallint NOT NULL,
     "position" bigint NOT NULL,
@@ -241,6 +252,7 @@ CREATE INDEX ix_charge_due ON public.charge USING btree (next_attempt_at) WHERE 
 CREATE INDEX ix_charge_state_order_id ON public.charge USING btree (state, order_id) WHERE (state <> 'captured'::text);
 CREATE INDEX ix_charge_unfinished ON public.charge USING btree (state, requested_at) WHERE (state = ANY (ARRAY['requested'::text, 'needs_review'::text, 'refund_requested'::text]));
 CREATE INDEX ix_dead_letter_state ON public.dead_letter USING btree (consumer_group, status, reason);
+CREATE INDEX ix_outbox_parked_waiting ON public.outbox_parked USING btree (bucket, "position") WHERE (settled_at IS NULL);
 CREATE INDEX ix_processed_event_processed_at ON ONLY public.processed_event USING btree (processed_at);
 CREATE UNIQUE INDEX uq_charge_cancel_event_id ON public.charge USING btree (cancel_event_id) WHERE (cancel_event_id IS NOT NULL);
 CREATE UNIQUE INDEX uq_dead_letter_event ON public.dead_letter USING btree (consumer_group, event_id) WHERE ((event_id IS NOT NULL) AND (reason <> 'payload_mismatch'::text));

@@ -158,8 +158,19 @@ CREATE TABLE public.outbox_parked (
     parked_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
     released_at timestamp with time zone,
     released_by text,
-    CONSTRAINT ck_outbox_parked_bucket_range CHECK (((bucket >= 0) AND (bucket < 96)))
+    refused boolean DEFAULT true NOT NULL,
+    settled_at timestamp with time zone,
+    outcome text,
+    settled_by text,
+    note text,
+    CONSTRAINT ck_outbox_parked_bucket_range CHECK (((bucket >= 0) AND (bucket < 96))),
+    CONSTRAINT ck_outbox_parked_outcome_known CHECK (
+CASE
+    WHEN (settled_at IS NULL) THEN (outcome IS NULL)
+    ELSE (outcome = ANY (ARRAY['published'::text, 'discarded'::text]))
+END)
 );
+COMMENT ON COLUMN public.outbox_parked.refused IS 'false: it waits behind a refused event of its key';
 CREATE TABLE public.outbox_progress (
     bucket smallint NOT NULL,
     "position" bigint NOT NULL,
@@ -221,6 +232,7 @@ ALTER TABLE ONLY public.outbox_event
 ALTER TABLE ONLY public.outbox_parked
     ADD CONSTRAINT uq_outbox_parked_event_id UNIQUE (event_id);
 CREATE INDEX ix_dead_letter_state ON public.dead_letter USING btree (consumer_group, status, reason);
+CREATE INDEX ix_outbox_parked_waiting ON public.outbox_parked USING btree (bucket, "position") WHERE (settled_at IS NULL);
 CREATE INDEX ix_processed_event_processed_at ON ONLY public.processed_event USING btree (processed_at);
 CREATE UNIQUE INDEX uq_dead_letter_event ON public.dead_letter USING btree (consumer_group, event_id) WHERE ((event_id IS NOT NULL) AND (reason <> 'payload_mismatch'::text));
 CREATE TRIGGER dedup_floor_only_rises BEFORE DELETE OR UPDATE ON public.dedup_floor FOR EACH ROW EXECUTE FUNCTION public.dedup_floor_only_rises();

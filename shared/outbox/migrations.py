@@ -1,4 +1,4 @@
-"""Frozen DDL of the outbox. A service's migration calls `upgrade_1(op)`; a later change adds `upgrade_2`, never edits.
+"""Frozen DDL of the outbox. A service's migrations call the upgrade functions in turn; a change adds one, never edits.
 
 Frozen means self-contained: nothing here reads tables.py, which moves on.
 """
@@ -123,3 +123,29 @@ def downgrade_1(op: Ddl) -> None:
         op.execute(f"DROP TABLE {table}")
     op.execute("DROP FUNCTION outbox_event_refuse_update()")
     op.execute("DROP FUNCTION outbox_event_draw_position()")
+
+
+def upgrade_2(op: Ddl) -> None:
+    """Give parked events an end: published after a release, or discarded, by whom and why."""
+    op.execute("""
+        ALTER TABLE outbox_parked
+            ADD COLUMN refused    boolean NOT NULL DEFAULT true,
+            ADD COLUMN settled_at timestamptz,
+            ADD COLUMN outcome    text,
+            ADD COLUMN settled_by text,
+            ADD COLUMN note       text,
+            ADD CONSTRAINT ck_outbox_parked_outcome_known
+                CHECK (CASE WHEN settled_at IS NULL THEN outcome IS NULL ELSE outcome IN ('published', 'discarded') END)
+    """)
+    op.execute("COMMENT ON COLUMN outbox_parked.refused IS 'false: it waits behind a refused event of its key'")
+    op.execute("CREATE INDEX ix_outbox_parked_waiting ON outbox_parked (bucket, position) WHERE settled_at IS NULL")
+
+
+def downgrade_2(op: Ddl) -> None:
+    """Forget how parked events ended. Settle all of them before: an older relay does not send what was released."""
+    op.execute("DROP INDEX ix_outbox_parked_waiting")
+    op.execute("""
+        ALTER TABLE outbox_parked
+            DROP CONSTRAINT ck_outbox_parked_outcome_known,
+            DROP COLUMN refused, DROP COLUMN settled_at, DROP COLUMN outcome, DROP COLUMN settled_by, DROP COLUMN note
+    """)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     CheckConstraint,
     Column,
     DateTime,
+    Index,
     Integer,
     LargeBinary,
     MetaData,
@@ -91,7 +93,23 @@ def define_outbox(metadata: MetaData) -> None:
         Column("parked_at", DateTime(timezone=True), nullable=False, server_default=now),
         Column("released_at", DateTime(timezone=True)),
         Column("released_by", Text),
+        Column(
+            "refused",
+            Boolean,
+            nullable=False,
+            server_default=text("true"),
+            comment="false: it waits behind a refused event of its key",
+        ),
+        Column("settled_at", DateTime(timezone=True)),
+        Column("outcome", Text),
+        Column("settled_by", Text),
+        Column("note", Text),
         UniqueConstraint("event_id"),
+        Index("ix_outbox_parked_waiting", "bucket", "position", postgresql_where=text("settled_at IS NULL")),
+        CheckConstraint(
+            "CASE WHEN settled_at IS NULL THEN outcome IS NULL ELSE outcome IN ('published', 'discarded') END",
+            name="outcome_known",
+        ),
         CheckConstraint(_BUCKET_RANGE, name="bucket_range"),
     )
     Table(

@@ -21,7 +21,7 @@ from shared.lifecycle import running
 from shared.outbox.append import EventWriter, OutgoingEvent
 from shared.outbox.bootstrap import OutboxSettings, relay_services
 from shared.outbox.log import relay_database
-from shared.outbox.migrations import upgrade_1
+from shared.outbox.migrations import upgrade_1, upgrade_2
 from shared.outbox.publisher import PublisherSettings
 from shared.outbox.relay import Relay
 from shared.outbox.topics import register_topics
@@ -169,7 +169,7 @@ async def outbox_under_test(
     """Make the outbox in an empty database, and its topic."""
     database = Database(database_settings(url, pool_size=20))
     try:
-        await migrate_with(database, upgrade_1)
+        await migrate_with(database, upgrade_1, upgrade_2)
         kafka = KafkaSettings(bootstrap_servers, client_id="test", request_timeout_seconds=10)
         topic = TopicSpec(f"{name}.happened", partitions, 1, 1)
         await ensure_topics(kafka, [topic])
