@@ -117,14 +117,23 @@ class MessageRejected(ServiceError):
 
 
 class KafkaFailure(ServiceError):
-    """A Kafka call failed. `permanent` is true when sending the same bytes again cannot succeed."""
+    """A Kafka call failed. `permanent`: the broker refuses these very bytes, sending them again cannot succeed.
+
+    `remedy` is for the operator, where no waiting helps and the record is not at fault (no such topic, no permission).
+    """
 
     code = "kafka-failure"
     title = "Kafka did not take the request."
 
-    def __init__(self, detail: str, *, permanent: bool = False) -> None:
+    def __init__(self, detail: str, *, permanent: bool = False, remedy: str = "") -> None:
         super().__init__(detail)
         self.permanent = permanent
+        self.remedy = remedy
+
+    @property
+    def kind(self) -> str:
+        """Return `refused`, `misconfigured` or `transient`: a label for metrics."""
+        return "refused" if self.permanent else "misconfigured" if self.remedy else "transient"
 
 
 # SQLSTATEs after which the same statement may succeed (PostgreSQL docs, appendix A): the classes connection (08),

@@ -54,6 +54,12 @@ class ServiceSettings(BaseSettings):
     relay_lease_seconds: Seconds = 10.0
     relay_poll_seconds: Seconds = 0.5
     relay_delivery_deadline_seconds: Seconds = 45.0
+    relay_compression: str = Field("none", pattern="^(none|gzip|snappy|lz4|zstd)$")
+    relay_park_limit: int = Field(
+        1000,
+        ge=0,
+        description="refused events that are parked before the relay takes the topic to be at fault",
+    )
     outbox_retention_hours: float = Field(72.0, gt=0)
     backlog_degraded_after_seconds: Seconds = 30.0
 
@@ -114,6 +120,8 @@ class ServiceSettings(BaseSettings):
             poll_seconds=self.relay_poll_seconds,
             delivery_deadline_seconds=self.relay_delivery_deadline_seconds,
             retention_hours=self.outbox_retention_hours,
+            compression=self.relay_compression,
+            park_limit=self.relay_park_limit,
         )
 
     def inbox(self) -> InboxSettings:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -17,11 +18,42 @@ from opentelemetry.context import Context
 from opentelemetry.propagate import extract, inject
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import REGISTRY, Collector
 
 tracer = trace.get_tracer("chargeonce")
 
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 """Histogram bounds in seconds, fine where a healthy system lives and coarse where an outage does."""
+
+
+class BulkHistogram(Collector):
+    """A histogram that takes many observations at once: the client's own costs a lock and a search for each."""
+
+    def __init__(self, name: str, documentation: str, bounds: Sequence[float] = LATENCY_BUCKETS) -> None:
+        self._name, self._documentation, self._bounds = name, documentation, tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+        REGISTRY.register(self)
+
+    def observe(self, values: list[float]) -> None:
+        """Count the values, which are sorted in place."""
+        values.sort()
+        counted = 0
+        for number, bound in enumerate(self._bounds):
+            below = bisect_right(values, bound, counted)
+            self._counts[number] += below - counted
+            counted = below
+        self._counts[-1] += len(values) - counted
+        self._sum += sum(values)
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        """Return the counts in the client's form: cumulative, by upper bound."""
+        total, buckets = 0, []
+        for bound, count in zip([*map(str, self._bounds), "+Inf"], self._counts, strict=True):
+            total += count
+            buckets.append((bound, float(total)))
+        yield HistogramMetricFamily(self._name, self._documentation, buckets=buckets, sum_value=self._sum)
 
 
 def configure(service: str, *, level: str = "INFO", json_lines: bool | None = None) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import structlog
 import uvicorn
+import uvloop
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi_problem.error import Problem, ServerProblem
@@ -285,4 +286,5 @@ def serve(build: Callable[[], FastAPI], *, host: str, port: int, graceful_second
         )
         await _Server(config).serve()
 
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())

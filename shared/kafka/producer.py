@@ -16,15 +16,33 @@ from datetime import datetime
 import structlog
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaError
+from aiokafka.producer.message_accumulator import BatchBuilder
 
 from shared.errors import KafkaFailure
 from shared.kafka.settings import KafkaSettings
 
 log = structlog.get_logger(__name__)
 
-# Kafka protocol error codes after which the same record can never be taken: too large (10, 18), record or timestamp
-# refused (2, 32, 87). A corrupt message (2) is included: the same bytes give the same checksum.
-_REFUSED_RECORD_CODES = frozenset({2, 10, 18, 32, 87})
+# Kafka protocol error codes after which the same record can never be taken: too large (10, 18), invalid (87).
+# A corrupt message (2) is not one of them: the network can do that, and Kafka's own clients send it again.
+_REFUSED_RECORD_CODES = frozenset({10, 18, 87})
+
+# Codes that neither waiting nor another record mends, and what does. A timestamp out of range (32) is here and not
+# above: after a long outage every event would be refused, and none of them is at fault.
+_REMEDIES = {
+    3: "make the topic: run the service's `topics` command",
+    17: "the topic's name is not allowed; correct it in outbox_topic",
+    29: "let this client write the topic: Kafka ACLs Write, Describe and IdempotentWrite",
+    31: "let this client write idempotently: Kafka ACL IdempotentWrite (brokers before 3.0: on the cluster)",
+    32: "the events are older than the topic takes; raise its message.timestamp.before.max.ms",
+    33: "the brokers do not offer this SASL mechanism; correct …_KAFKA_SASL_MECHANISM",
+    44: "a policy of the brokers refuses this; ask who runs them",
+    58: "the brokers refuse these credentials; correct …_KAFKA_SASL_USERNAME and …_KAFKA_SASL_PASSWORD",
+}
+
+
+# What record batches may be compressed with, and the attribute bits that say so (Kafka's protocol guide).
+_COMPRESSION_CODES = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,37 +60,38 @@ class RecordBatch:
 
     __slots__ = ("_builder", "partition", "topic")
 
-    def __init__(self, builder: object, topic: str, partition: int) -> None:
+    def __init__(self, builder: BatchBuilder, topic: str, partition: int) -> None:
         self._builder = builder
         self.topic = topic
         self.partition = partition
 
+    def add(self, timestamp_ms: int, key: bytes, value: bytes, headers: Sequence[tuple[str, bytes]]) -> bool:
+        """Add a record; return False, without adding it, when the batch is full. A first record is always taken."""
+        return self._builder.append(timestamp=timestamp_ms, key=key, value=value, headers=headers) is not None
+
     def append(self, record: Record) -> bool:
-        """Add a record; return False, without adding it, when the batch is full."""
-        appended = self._builder.append(  # type: ignore[attr-defined]  # aiokafka's BatchBuilder ships no types
-            timestamp=int(record.created_at.timestamp() * 1000),
-            key=record.key,
-            value=record.value,
-            headers=record.headers,
-        )
-        return appended is not None
+        """Add a record, as `add` does."""
+        return self.add(int(record.created_at.timestamp() * 1000), record.key, record.value, record.headers)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the encoded batch so far."""
-        return int(self._builder.size())  # type: ignore[attr-defined]
+        """Bytes of the encoded batch so far; compressed once it was sent."""
+        return int(self._builder.size())
 
     @property
     def record_count(self) -> int:
         """Records in the batch."""
-        return int(self._builder.record_count())  # type: ignore[attr-defined]
+        return int(self._builder.record_count())
 
 
 class IdempotentProducer:
     """One producer session: start, send batches, and `abandon` at the end or at the first failure."""
 
-    def __init__(self, settings: KafkaSettings, *, max_batch_bytes: int, max_request_bytes: int) -> None:
-        self._settings = settings
+    def __init__(
+        self, settings: KafkaSettings, *, max_batch_bytes: int, max_request_bytes: int, compression: str = "none"
+    ) -> None:
+        self._max_batch_bytes = max_batch_bytes
+        self._compression = _COMPRESSION_CODES[compression]
         self._producer = AIOKafkaProducer(
             **settings.connection_options(),
             acks="all",
@@ -80,6 +99,7 @@ class IdempotentProducer:
             linger_ms=0,  # the relay builds whole batches itself
             max_batch_size=max_batch_bytes,
             max_request_size=max_request_bytes,
+            compression_type=None if compression == "none" else compression,
             retry_backoff_ms=100,
             metadata_max_age_ms=30_000,
         )
@@ -109,16 +129,18 @@ class IdempotentProducer:
         partitions = self._producer.client.cluster.partitions_for_topic(topic)
         return None if partitions is None else len(partitions)
 
-    def new_batch(self, topic: str, partition: int) -> RecordBatch:
-        """Return an empty batch for a partition."""
-        return RecordBatch(self._producer.create_batch(), topic, partition)
+    def new_batch(self, topic: str, partition: int, max_bytes: int | None = None) -> RecordBatch:
+        """Return an empty batch for a partition, of at most `max_bytes` before compression where that is given."""
+        # Not the producer's create_batch(): it knows one size for all topics.
+        most = min(max_bytes or self._max_batch_bytes, self._max_batch_bytes)
+        return RecordBatch(BatchBuilder(most, self._compression), topic, partition)
 
     async def hand_over(self, batch: RecordBatch, deadline_seconds: float) -> asyncio.Future[object]:
         """Give the batch to the client and return the future of its acknowledgement by all in-sync replicas.
 
         At most one unacknowledged batch a partition may be handed over: the caller's gate (field report F46).
         """
-        batch._builder.close()  # type: ignore[attr-defined]
+        batch._builder.close()
         try:
             async with asyncio.timeout(deadline_seconds):
                 future: asyncio.Future[object] = await self._producer.send_batch(
@@ -169,5 +191,9 @@ class IdempotentProducer:
 
 
 def _failure(error: KafkaError) -> KafkaFailure:
-    refused = getattr(error, "errno", None) in _REFUSED_RECORD_CODES
-    return KafkaFailure(f"{type(error).__name__}: {error}"[:300], permanent=refused)
+    code = getattr(error, "errno", -1)
+    return KafkaFailure(
+        f"{type(error).__name__}: {error}"[:300],
+        permanent=code in _REFUSED_RECORD_CODES,
+        remedy=_REMEDIES.get(code, ""),
+    )

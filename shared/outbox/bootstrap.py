@@ -10,7 +10,7 @@ from shared.kafka.settings import KafkaSettings
 from shared.lifecycle import Service
 from shared.outbox.leases import BucketLeases
 from shared.outbox.publisher import PublisherSettings
-from shared.outbox.relay import LeaseKeeper, Relay
+from shared.outbox.relay import LeaseKeeper, Relay, RelaySettings
 from shared.outbox.upkeep import OutboxKeeper
 from shared.wakeup import Listener
 
@@ -26,6 +26,8 @@ class OutboxSettings:
     poll_seconds: float
     delivery_deadline_seconds: float
     retention_hours: float
+    compression: str = "none"
+    park_limit: int = 1000
 
 
 def relay_services(database: Database, settings: OutboxSettings) -> list[Service]:
@@ -38,9 +40,10 @@ def relay_services(database: Database, settings: OutboxSettings) -> list[Service
     publishing = PublisherSettings(
         poll_seconds=settings.poll_seconds, delivery_deadline_seconds=settings.delivery_deadline_seconds
     )
+    relaying = RelaySettings(publishing, settings.compression, settings.park_limit)
     return [
         LeaseKeeper(leases, wakeup),
-        Relay(database, settings.kafka, leases, wakeup, publishing),
+        Relay(database, settings.kafka, leases, wakeup, relaying),
         Listener(settings.listen_dsn, {settings.channel: wakeup.set}),
         OutboxKeeper(database, settings.retention_hours),
     ]

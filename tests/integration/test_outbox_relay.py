@@ -14,10 +14,8 @@ from sqlalchemy import text
 from chargeonce.stack import KafkaBroker, free_ports
 from shared.kafka.settings import KafkaSettings
 from shared.lifecycle import State
-from shared.outbox.append import EventWriter, bucket_of
+from shared.outbox.append import bucket_of
 from shared.outbox.publisher import PublisherSettings
-from shared.outbox.relay import SESSIONS
-from shared.unit_of_work import UnitsOfWork
 from shared.wakeup import Notifier
 from tests.support.outbox import OutboxUnderTest, outbox_under_test, scalar, until
 
@@ -226,27 +224,6 @@ async def test_f18_a_topic_with_another_partition_count_than_registered_is_refus
         assert "has 12 partitions and was registered with 6" in relay.ready().reason
         assert not await outbox.arrived()
     assert await outbox.unpublished() == 1
-
-
-async def test_f12_an_event_the_broker_refuses_blocks_only_its_partition_and_the_relay_does_not_spin(
-    outbox: OutboxUnderTest,
-) -> None:
-    outbox.units = UnitsOfWork(outbox.database, EventWriter(max_event_bytes=3_000_000))
-    keys = [f"order-{number}" for number in range(200)]
-    blocked = bucket_of(b"order-0") % outbox.partitions
-    await outbox.publish(outbox.event("order-0", 0, payload=b"order-0:0" + b"x" * 1_200_000))
-    await outbox.publish(
-        *(outbox.event(key, 0) for key in keys if bucket_of(key.encode()) % outbox.partitions != blocked)
-    )
-    before = SESSIONS._value.get()
-    async with outbox.relay() as relay:
-        async with asyncio.timeout(30):
-            while await outbox.unpublished() > 1:
-                await asyncio.sleep(0.1)
-        await until(lambda: "refuses an event for good" in relay.ready().reason)
-        assert f"{outbox.topic}/{blocked}" in relay.ready().reason
-        await asyncio.sleep(3)  # long enough for a relay that spins to start dozens of producers
-        assert SESSIONS._value.get() - before < 12
 
 
 async def test_the_backlog_is_measured_with_the_oldest_of_all_buckets(outbox: OutboxUnderTest) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import asyncpg
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from alembic.migration import MigrationContext
 from alembic.operations import Operations
 from sqlalchemy import Connection, text
@@ -23,7 +25,7 @@ from shared.outbox.bootstrap import OutboxSettings, relay_services
 from shared.outbox.log import relay_database
 from shared.outbox.migrations import upgrade_1, upgrade_2
 from shared.outbox.publisher import PublisherSettings
-from shared.outbox.relay import Relay
+from shared.outbox.relay import Relay, RelaySettings
 from shared.outbox.topics import register_topics
 from shared.unit_of_work import UnitsOfWork
 
@@ -94,7 +96,7 @@ class OutboxUnderTest:
         services = relay_services(pool, settings)
         relay = next(service for service in services if isinstance(service, Relay))
         if publishing is not None:
-            relay._settings = publishing
+            relay._settings = RelaySettings(publishing)
         try:
             async with running(services):
                 yield relay
@@ -123,6 +125,36 @@ class OutboxUnderTest:
     async def arrived(self) -> list[ConsumerRecord]:
         """Everything in the topic, in the order of each partition."""
         return await read_topic(self.kafka.bootstrap_servers, self.topic)
+
+    async def limit_message_bytes(self, most: int) -> None:
+        """Let the topic take record batches of at most so many bytes."""
+        admin = AIOKafkaAdminClient(bootstrap_servers=self.kafka.bootstrap_servers)
+        await admin.start()
+        try:
+            limit = {"max.message.bytes": str(most)}
+            [answer] = await admin.alter_configs([ConfigResource(ConfigResourceType.TOPIC, self.topic, configs=limit)])
+            assert not answer.resources[0][0], answer
+        finally:
+            await admin.close()
+
+    async def parked(self) -> list[tuple[bytes, bool, str | None]]:
+        """What is parked, in order: payload, whether it was refused itself, and its outcome."""
+        async with self.database.engine.connect() as connection:
+            rows = await connection.execute(
+                text("SELECT payload, refused, outcome FROM outbox_parked ORDER BY bucket, position")
+            )
+            return [(bytes(row.payload), row.refused, row.outcome) for row in rows]
+
+    async def release(self, key: str) -> None:
+        """What `outbox parked release` does."""
+        async with self.database.engine.begin() as connection:
+            await connection.execute(
+                text(
+                    "UPDATE outbox_parked SET released_at = clock_timestamp(), released_by = 'test' "
+                    "WHERE key = :key AND settled_at IS NULL"
+                ),
+                {"key": key.encode()},
+            )
 
     def check_order(self, records: Sequence[ConsumerRecord]) -> int:
         """Assert that the first copies of each key's events came in order and none is missing; return the copies."""

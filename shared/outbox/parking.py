@@ -1,0 +1,282 @@
+"""Parking: what the broker refuses for good steps aside, with every later event of its key, so that the rest goes on.
+
+A key is blocked while it has unsettled rows in `outbox_parked`. Its later events are copied there too, in order, and
+only then passed over, so a crash in between repeats the copy. Releasing is a flag that an operator sets (F12, F13);
+the bucket's owner then publishes all that is parked of the key before it publishes anything newer of it. All writes
+here check the lease's owner and epoch, like progress.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from uuid import UUID
+
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from shared.outbox.log import Row
+
+Place = tuple[str, int]
+"""A topic and a partition."""
+
+
+@dataclass(slots=True)
+class Suspicion:
+    """Part of a partition's events in which a refused one hides: batches have at most `records` until it is passed."""
+
+    records: int
+    size_bytes: int
+    until: dict[int, int]
+    guilty_found: bool = False
+
+
+@dataclass(slots=True)
+class Suspects:
+    """Finds the one record for which a batch is refused, by sending ever smaller batches. Outlives producers.
+
+    When no single record turns out to be at fault, the batch as a whole was too large for its topic, and
+    `batch_bytes` remembers what the topic takes.
+    """
+
+    batch_bytes: dict[str, int] = field(default_factory=dict)
+    _suspicions: dict[Place, Suspicion] = field(default_factory=dict)
+
+    def most_records(self, place: Place) -> int | None:
+        """Return how many records a batch of the partition may have; None when there is no suspicion."""
+        suspicion = self._suspicions.get(place)
+        return suspicion.records if suspicion else None
+
+    def refused(self, place: Place, until: Mapping[int, int], records: int, size_bytes: int) -> None:
+        """Note that a batch was refused whose events reach up to these positions of these buckets."""
+        known = self._suspicions.get(place)
+        if known is None:
+            self._suspicions[place] = Suspicion(max(1, records // 2), size_bytes, dict(until), records <= 1)
+            return
+        known.records = max(1, records // 2)
+        known.guilty_found |= records <= 1
+        for bucket, position in until.items():
+            known.until[bucket] = max(position, known.until.get(bucket, 0))
+
+    def acknowledged(self, place: Place, until: Mapping[int, int]) -> None:
+        """Note that a batch was taken; the suspicion ends when everything under it was."""
+        suspicion = self._suspicions.get(place)
+        if suspicion is not None:
+            self._pass(place, suspicion, [b for b, position in until.items() if position >= suspicion.until.get(b, 0)])
+
+    def parked(self, bucket: int, position: int) -> None:
+        """Note that an event stepped aside."""
+        for place, suspicion in list(self._suspicions.items()):
+            if position >= suspicion.until.get(bucket, position + 1):
+                self._pass(place, suspicion, [bucket])
+
+    def forget(self, buckets: Collection[int]) -> None:
+        """Drop what concerns buckets that are no longer ours."""
+        for place, suspicion in list(self._suspicions.items()):
+            if not suspicion.until.keys().isdisjoint(buckets):
+                suspicion.guilty_found = True  # nobody can tell any more
+                self._pass(place, suspicion, buckets)
+
+    def _pass(self, place: Place, suspicion: Suspicion, buckets: Collection[int]) -> None:
+        for bucket in buckets:
+            suspicion.until.pop(bucket, None)
+        if not suspicion.until:
+            del self._suspicions[place]
+            if not suspicion.guilty_found:
+                topic = place[0]
+                self.batch_bytes[topic] = max(_LEAST_BATCH_BYTES, suspicion.size_bytes // 2)
+
+
+_LEAST_BATCH_BYTES = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedEvent:
+    """An event that the broker refuses for good, alone in its batch."""
+
+    bucket: int
+    position: int
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Aside:
+    """What is not to be sent from the log: events of blocked keys, and events settled before their progress was."""
+
+    blocked: Mapping[int, set[bytes]]
+    settled: set[tuple[int, int]]
+
+
+async def read_aside(connection: AsyncConnection, buckets: Collection[int]) -> Aside:
+    """Return what stands aside in these buckets."""
+    blocked: defaultdict[int, set[bytes]] = defaultdict(set)
+    for row in await connection.execute(_BLOCKED, {"buckets": list(buckets)}):
+        blocked[row.bucket].add(row.key)
+    settled = await connection.execute(_SETTLED_AHEAD, {"buckets": list(buckets)})
+    return Aside(dict(blocked), {(row.bucket, row.position) for row in settled})
+
+
+async def park_behind(
+    connection: AsyncConnection, owner: UUID, waiting: Sequence[tuple[int, int, int]], reason: str
+) -> set[int]:
+    """Copy events `(bucket, epoch, position)` of blocked keys behind what is parked of them; return the buckets owned.
+
+    A bucket that is not returned belongs to another relay, and nothing of it was parked.
+    """
+    buckets, epochs, positions = zip(*sorted(waiting), strict=True)
+    rows = await connection.execute(
+        _PARK,
+        {
+            "owner": owner,
+            "buckets": list(buckets),
+            "epochs": list(epochs),
+            "positions": list(positions),
+            "reason": reason,
+            "refused": False,
+        },
+    )
+    return set(rows.scalars())
+
+
+async def park_refused(connection: AsyncConnection, owner: UUID, event: RefusedEvent) -> bool:
+    """Park a refused event, or park it again when it was released; tell whether the lease still allowed it."""
+    parameters = {
+        "owner": owner,
+        "buckets": [event.bucket],
+        "epochs": [event.epoch],
+        "positions": [event.position],
+        "reason": event.reason,
+        "refused": True,
+    }
+    owned = (await connection.execute(_PARK, parameters)).scalars().all()
+    if owned:
+        await connection.execute(
+            _PARK_AGAIN,
+            {
+                "owner": owner,
+                "bucket": event.bucket,
+                "epoch": event.epoch,
+                "position": event.position,
+                "reason": event.reason,
+            },
+        )
+    return bool(owned)
+
+
+async def refused_waiting(connection: AsyncConnection) -> int:
+    """Return how many refused events are parked: when that grows without end, the topic is at fault and not they."""
+    return int((await connection.execute(_REFUSED_WAITING)).scalar_one())
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Parked events of released keys, in order, and those of the keys of which nothing else is parked."""
+
+    events: Sequence[Row]
+    whole_keys: set[tuple[int, bytes]]
+
+
+async def read_released(connection: AsyncConnection, buckets: Collection[int], most_bytes: int) -> Released:
+    """Return what is to be published of the released keys of these buckets, up to so many payload bytes."""
+    found = (await connection.execute(_RELEASED, {"buckets": list(buckets), "bytes": most_bytes})).all()
+    events = [Row(*row[:-1]) for row in found]
+    read = Counter((event.bucket, event.key) for event in events)
+    of_key = {(row.bucket, row.key): row.of_key for row in found}
+    return Released(events, {key for key, count in read.items() if count == of_key[key]})
+
+
+async def settle_published(connection: AsyncConnection, owner: UUID, published: Sequence[tuple[int, int, int]]) -> None:
+    """Record that released events `(bucket, epoch, position)` were acknowledged."""
+    buckets, epochs, positions = zip(*sorted(published), strict=True)
+    await connection.execute(
+        _SETTLE,
+        {"owner": owner, "buckets": list(buckets), "epochs": list(epochs), "positions": list(positions)},
+    )
+
+
+# The lease rows are locked until the statement ends: a new owner waits for it. No value stands in these texts.
+_OWNED = """
+    given AS (
+        SELECT * FROM unnest(CAST(:buckets AS smallint[]), CAST(:epochs AS bigint[]), CAST(:positions AS bigint[]))
+                      AS g (bucket, epoch, position)
+    ), owned AS (
+        SELECT b.bucket FROM outbox_bucket b
+        WHERE b.lease_owner = :owner
+          AND EXISTS (SELECT FROM given g WHERE g.bucket = b.bucket AND g.epoch = b.lease_epoch)
+        ORDER BY b.bucket FOR SHARE OF b
+    )
+"""
+
+_PARK = text(
+    f"""
+    WITH {_OWNED}, parked AS (
+        INSERT INTO outbox_parked
+               (bucket, position, event_id, topic, key, event_type, payload, headers, created_at, reason, refused)
+        SELECT e.bucket, e.position, e.event_id, e.topic, e.key, e.event_type, e.payload, e.headers, e.created_at,
+               :reason, :refused
+        FROM given g JOIN owned USING (bucket) JOIN outbox_event e USING (bucket, position)
+        ON CONFLICT (bucket, position) DO NOTHING
+    )
+    SELECT bucket FROM owned
+"""  # noqa: S608
+)
+
+_PARK_AGAIN = text("""
+    WITH owned AS (
+        SELECT bucket FROM outbox_bucket
+        WHERE bucket = :bucket AND lease_owner = :owner AND lease_epoch = :epoch FOR SHARE
+    ), event AS (
+        SELECT p.bucket, p.key FROM outbox_parked p JOIN owned USING (bucket) WHERE p.position = :position
+    )
+    UPDATE outbox_parked p
+    SET released_at = NULL, released_by = NULL,
+        refused = p.refused OR p.position = :position,
+        reason = CASE WHEN p.position = :position THEN :reason ELSE p.reason END
+    FROM event
+    WHERE p.bucket = event.bucket AND p.key = event.key AND p.settled_at IS NULL
+""")
+
+_BLOCKED = text("""
+    SELECT DISTINCT bucket, key FROM outbox_parked
+    WHERE settled_at IS NULL AND bucket = ANY (CAST(:buckets AS smallint[]))
+""")
+
+_SETTLED_AHEAD = text("""
+    SELECT p.bucket, p.position
+    FROM unnest(CAST(:buckets AS smallint[])) AS b (bucket)
+    CROSS JOIN LATERAL (
+        SELECT coalesce(max(position), 0) AS position FROM outbox_progress WHERE bucket = b.bucket
+    ) AS cursor
+    JOIN outbox_parked p ON p.bucket = b.bucket AND p.position > cursor.position
+    WHERE p.settled_at IS NOT NULL
+""")
+
+_REFUSED_WAITING = text("SELECT count(*) FROM outbox_parked WHERE settled_at IS NULL AND refused")
+
+_RELEASED = text("""
+    SELECT bucket, position, event_id, topic, key, event_type, payload, headers, created_at, of_key
+    FROM (
+        SELECT p.bucket, p.position, p.event_id, p.topic, p.key, p.event_type, p.payload,
+               CAST(p.headers AS text) AS headers, date_part('epoch', p.created_at) AS created_at,
+               count(*) OVER (PARTITION BY p.bucket, p.key) AS of_key,
+               sum(octet_length(p.payload)) OVER (ORDER BY p.bucket, p.position) - octet_length(p.payload)
+               AS bytes_before
+        FROM outbox_parked p
+        WHERE p.settled_at IS NULL AND p.bucket = ANY (CAST(:buckets AS smallint[]))
+          AND EXISTS (SELECT FROM outbox_parked r WHERE r.bucket = p.bucket AND r.key = p.key
+                      AND r.settled_at IS NULL AND r.released_at IS NOT NULL)
+    ) AS released
+    WHERE bytes_before < :bytes
+    ORDER BY bucket, position
+""")
+
+_SETTLE = text(
+    f"""
+    WITH {_OWNED}
+    UPDATE outbox_parked p SET settled_at = clock_timestamp(), outcome = 'published', settled_by = 'relay'
+    FROM given g JOIN owned USING (bucket)
+    WHERE p.bucket = g.bucket AND p.position = g.position AND p.settled_at IS NULL
+"""  # noqa: S608
+)
