@@ -6,6 +6,8 @@
 #   make up             PostgreSQL, Kafka and both services in the foreground, until Ctrl-C   (PORT_BASE=8001)
 #   make test           the tests   (T="tests/unit -k money" for some of them)
 #   make check          format, lint, types, import contracts
+#   make bench          every benchmark, each against its baseline, some 15 minutes; the machine should be idle
+#   make bench-relay    the relay's alone   (BENCH="--only drain --rounds 3"; --help lists what there is)
 #   make test-compose   the containers of compose.yaml under kills and restarts; needs Docker
 #   make requirements   pin the three requirements files anew from pyproject.toml   (UPGRADE=--upgrade)
 #   make clean          remove var (unless a run uses it) and the tools' caches; the environment stays
@@ -15,13 +17,14 @@ VAR := $(or $(CHARGEONCE_VAR),var)
 ORDERS ?= 1000
 PORT_BASE ?= 8001
 T ?=
+BENCH ?=
 UV ?= uv
 UPGRADE ?=
 COMPILE = $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header \
 	--no-emit-find-links
 
 .DEFAULT_GOAL := help
-.PHONY: help install lab dev demo up test check test-compose requirements clean
+.PHONY: help install lab dev demo up test check bench bench-relay test-compose requirements clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
@@ -48,6 +51,11 @@ check: dev
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+
+bench: bench-relay
+
+bench-relay: lab
+	@CHARGEONCE_VAR='$(VAR)' $(VENV)/bin/python -m tests.benchmarks.relay $(BENCH)
 
 test-compose: dev
 	$(VENV)/bin/python -m pytest tests/compose

@@ -1,0 +1,152 @@
+"""A minute with transactions that other sessions hold open: does the relay grow slower as dead rows pile up?"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from uuid import uuid4
+
+import asyncpg
+
+from shared.settings import OUTBOX_CHANNEL
+from tests.benchmarks.databases import append, until_drained
+from tests.benchmarks.events import EVENT_TYPE, HELD_BUCKET, events
+from tests.benchmarks.lab import Lab
+from tests.benchmarks.measures.latency import times_by_event, window
+from tests.benchmarks.rows import Row, Target, percentile
+from tests.benchmarks.sizes import Sizes
+from tests.benchmarks.topic import TOPIC, check_complete, event_ids
+
+_EMPTY = "empty_for_held"
+_RATE_PER_SECOND = 1000
+_NOTE = "the last quarter of the time in which the transactions are held open, against its first quarter"
+
+
+async def measure(lab: Lab, sizes: Sizes) -> AsyncIterator[Row]:
+    """Yield bursts drained again and again, and a steady rate, at the end of the hold against its beginning."""
+    await lab.databases.make_product(_EMPTY)
+    await lab.databases.settle(_EMPTY)
+    first, last = await _bursts(lab, sizes)
+    yield Row(
+        "drain during held transactions",
+        "events/s",
+        [last],
+        Target.ratio_at_least(0.95),
+        "first quarter",
+        [first],
+        _NOTE,
+    )
+    for row in await _steady(lab, sizes):
+        yield row
+    await lab.databases.server.drop_database(_EMPTY)
+
+
+@asynccontextmanager
+async def _held(lab: Lab, database: str) -> AsyncIterator[None]:
+    """Hold open a transaction that wrote an order, one that appended an event, and a snapshot.
+
+    The event lies in a bucket that no other event uses: those behind it in its own bucket wait for it by design.
+    """
+    databases = lab.databases
+    async with (
+        databases.connected(database) as order,
+        databases.connected(database) as appended,
+        databases.connected(database) as reader,
+        order.transaction(),
+        appended.transaction(),
+        reader.transaction(isolation="repeatable_read", readonly=True),
+    ):
+        await order.execute(
+            "INSERT INTO orders (customer_id, currency, total_amount, status, payment_status, version, "
+            "confirmed_event_id) VALUES (1, 'EUR', 1, 'confirmed', 'pending', 1, gen_random_uuid())"
+        )
+        await appended.execute(
+            "INSERT INTO outbox_event (event_id, bucket, topic, key, event_type, payload) "
+            "VALUES ($1, $2, $3, 'held', $4, '{}')",
+            *(uuid4(), HELD_BUCKET, TOPIC, EVENT_TYPE),
+        )
+        await reader.fetch("SELECT count(*) FROM outbox_event")
+        yield
+
+
+async def _bursts(lab: Lab, sizes: Sizes) -> tuple[float, float]:
+    """Return the drain rates, events a second of draining, of the bursts in the first and the last quarter."""
+    await lab.new_topic()
+    total = 0
+    drains: list[tuple[float, float]] = []  # when the burst was committed, counted from the beginning; how long it took
+    async with (
+        lab.databases.copy(_EMPTY) as database,
+        lab.relay(database) as relay,
+        lab.databases.connected(database) as writer,
+    ):
+        await relay.ask("start")
+        total += await _burst(lab, writer, sizes.burst_events, total, [], 0.0)  # the first one warms up
+        async with _held(lab, database):
+            began = time.time()
+            while time.time() < began + sizes.hold_seconds:
+                total += await _burst(lab, writer, sizes.burst_events, total, drains, began)
+    await check_complete(lab.kafka, total)
+    quarter = sizes.hold_seconds / 4
+    first = [seconds for at, seconds in drains if at < quarter]
+    last = [seconds for at, seconds in drains if at >= sizes.hold_seconds - quarter] or [drains[-1][1]]
+    return len(first) * sizes.burst_events / sum(first), len(last) * sizes.burst_events / sum(last)
+
+
+async def _burst(
+    lab: Lab, writer: asyncpg.Connection, count: int, number: int, drains: list[tuple[float, float]], began: float
+) -> int:
+    async with writer.transaction():
+        await append(writer, events(count, first=number))
+    committed_at = time.time()
+    await writer.execute("SELECT pg_notify($1, '')", OUTBOX_CHANNEL)
+    drains.append((committed_at - began, await until_drained(writer) - committed_at))
+    await asyncio.to_thread(os.sync)
+    return count
+
+
+async def _steady(lab: Lab, sizes: Sizes) -> list[Row]:
+    await lab.new_topic()
+    warm_up, hold = sizes.warm_up_seconds, sizes.hold_seconds
+    async with (
+        lab.databases.copy(_EMPTY) as database,
+        lab.relay(database) as relay,
+        lab.writer(database, naive=False, rate_per_second=_RATE_PER_SECOND, seconds=warm_up + hold) as writer,
+        lab.databases.connected(database) as observer,
+    ):
+        await relay.ask("start")
+        async with _held(lab, database):
+            began, ended, _ = await window(relay, writer, warm_up, hold)
+            commits = (await writer.ask("committed"))["commits"]
+        await until_drained(observer)
+        batches = (await relay.ask("acknowledged"))["batches"]
+    acknowledged = times_by_event(batches, await event_ids(lab.kafka))
+    quarter = hold / 4
+    first, last = (began, began + quarter), (ended - quarter, ended)
+    rate = [sum(begin <= at < end for at in acknowledged.values()) / quarter for begin, end in (first, last)]
+    latency = [
+        1000 * percentile([acknowledged[i] - at for i, at in commits.items() if begin <= at < end], 50)
+        for begin, end in (first, last)
+    ]
+    return [
+        Row(
+            "1,000/s during held transactions",
+            "events/s",
+            [rate[1]],
+            Target.ratio_at_least(0.95),
+            "first quarter",
+            [rate[0]],
+            _NOTE,
+        ),
+        Row(
+            "commit to ack at 1,000/s during held transactions, p50",
+            "ms",
+            [latency[1]],
+            Target.ratio_at_most(1 / 0.95),
+            "first quarter",
+            [latency[0]],
+            _NOTE,
+        ),
+    ]

@@ -1,0 +1,75 @@
+"""The product's relay: the application that `order-service run relay` serves, with everything that role runs.
+
+Only two things are added, one clock reading each: when the leases are joined, and when a batch is acknowledged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from typing import Any
+
+from order_service.bootstrap import build
+from order_service.settings import OrderServiceSettings
+from shared.kafka.producer import IdempotentProducer, RecordBatch
+from shared.outbox.leases import BucketLeases
+from tests.benchmarks.subjects.protocol import Answer, obey
+
+_JOIN_DEADLINE_SECONDS = 30.0
+
+
+async def main(settings: dict[str, Any]) -> None:
+    """Run the relay of the order service with these settings, from the command `start` on."""
+    joined = _note_when_joined()
+    acknowledgements = _note_acknowledgements()
+    application = build(OrderServiceSettings(**settings), ["relay"])
+    async with AsyncExitStack() as running:
+
+        async def start() -> Answer:
+            await running.enter_async_context(application.router.lifespan_context(application))
+            async with asyncio.timeout(_JOIN_DEADLINE_SECONDS):
+                return {"started_at": await joined}
+
+        async def acknowledged() -> Answer:
+            return {"batches": acknowledgements}
+
+        await obey({"start": start, "acknowledged": acknowledged})
+
+
+def _note_when_joined() -> asyncio.Future[float]:
+    """Return the wall-clock time at which the leases are first joined, once they are."""
+    joined: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+    join = BucketLeases.join
+
+    async def noted(leases: BucketLeases) -> None:
+        await join(leases)
+        if not joined.done():
+            joined.set_result(time.time())
+
+    setattr(BucketLeases, "join", noted)  # noqa: B010
+    return joined
+
+
+def _note_acknowledgements() -> list[tuple[float, int, int]]:
+    """Return the list that grows by (monotonic time, partition, records) with each acknowledged batch."""
+    batches: list[tuple[float, int, int]] = []
+    handed_over: dict[int, tuple[int, int]] = {}
+    hand_over, acknowledged = IdempotentProducer.hand_over, IdempotentProducer.acknowledged
+
+    async def noted_hand_over(
+        producer: IdempotentProducer, batch: RecordBatch, deadline_seconds: float
+    ) -> asyncio.Future[object]:
+        handed = await hand_over(producer, batch, deadline_seconds)
+        handed_over[id(handed)] = (batch.partition, batch.record_count)
+        return handed
+
+    async def noted_acknowledged(
+        producer: IdempotentProducer, future: asyncio.Future[object], deadline_seconds: float
+    ) -> None:
+        await acknowledged(producer, future, deadline_seconds)
+        batches.append((time.monotonic(), *handed_over.pop(id(future))))
+
+    setattr(IdempotentProducer, "hand_over", noted_hand_over)  # noqa: B010
+    setattr(IdempotentProducer, "acknowledged", noted_acknowledged)  # noqa: B010
+    return batches
