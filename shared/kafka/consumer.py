@@ -30,6 +30,7 @@ from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
 from aiokafka.structs import ConsumerRecord
 
 from shared.errors import KafkaFailure
+from shared.kafka.connections import Connections
 from shared.kafka.records import ConsumedRecord, Fetched, Partition
 from shared.kafka.settings import KafkaSettings
 
@@ -79,6 +80,7 @@ class GroupConsumer:
         self._settings = settings
         self._before_rebalance = before_rebalance
         self._after_rebalance = after_rebalance
+        self._connections = Connections()
         self._consumer = _new_client(kafka, settings)
         self._consumer.subscribe(topics=list(settings.topics), listener=_Listener(self))
         self._poll_task: asyncio.Task[Fetched] | None = None
@@ -95,8 +97,9 @@ class GroupConsumer:
         """Join the group and return with the first assignment. Raises KafkaFailure; close this client then."""
         deadline = self._settings.join_deadline_seconds
         try:
-            async with asyncio.timeout(deadline):
-                await self._consumer.start()
+            with self._connections.noted():
+                async with asyncio.timeout(deadline):
+                    await self._consumer.start()
         except TimeoutError:
             raise KafkaFailure(f"no assignment from group {self._settings.group} within {deadline:g} s") from None
         except KafkaError as error:
@@ -235,6 +238,7 @@ class GroupConsumer:
                 await self._abandon()
         finally:
             leaving.cancel()
+            self._connections.close()
 
     async def _abandon(self) -> None:
         """End the client's tasks and connections without the broker, leaving nothing behind (field report F53)."""

@@ -19,6 +19,7 @@ from aiokafka.errors import KafkaError
 from aiokafka.producer.message_accumulator import BatchBuilder
 
 from shared.errors import KafkaFailure
+from shared.kafka.connections import Connections
 from shared.kafka.settings import KafkaSettings
 
 log = structlog.get_logger(__name__)
@@ -91,6 +92,7 @@ class IdempotentProducer:
         self, settings: KafkaSettings, *, max_batch_bytes: int, max_request_bytes: int, compression: str = "none"
     ) -> None:
         self._max_batch_bytes = max_batch_bytes
+        self._connections = Connections()
         self._compression = _COMPRESSION_CODES[compression]
         self._producer = AIOKafkaProducer(
             **settings.connection_options(),
@@ -107,8 +109,9 @@ class IdempotentProducer:
     async def start(self, deadline_seconds: float) -> None:
         """Connect and get a producer id. Raises KafkaFailure; the producer must then be abandoned."""
         try:
-            async with asyncio.timeout(deadline_seconds):
-                await self._producer.start()
+            with self._connections.noted():
+                async with asyncio.timeout(deadline_seconds):
+                    await self._producer.start()
         except TimeoutError:
             raise KafkaFailure(f"Kafka gave no producer id within {deadline_seconds:g} s") from None
         except KafkaError as error:
@@ -182,6 +185,7 @@ class IdempotentProducer:
                 await producer.client.close()
         except TimeoutError:
             log.error("kafka.producer_abandon_deadline_passed", deadline_seconds=deadline_seconds)
+        self._connections.close()
         accumulator = producer._message_accumulator
         waiting = [batch for batches in accumulator._batches.values() for batch in batches]
         for batch in [*waiting, *accumulator._pending_batches]:

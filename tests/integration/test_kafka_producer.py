@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from aiokafka.conn import AIOKafkaConnection
 
 from chargeonce.stack import KafkaBroker, free_ports
 from shared.errors import KafkaFailure, Refused
@@ -79,6 +80,28 @@ async def test_f14_f53_a_producer_of_a_frozen_broker_is_abandoned_at_once_and_le
     await asyncio.sleep(0)
     gc.collect()
     assert not asyncio.all_tasks() - before
+
+
+async def test_f53_a_start_cancelled_between_two_answers_leaves_no_connection(kafka: KafkaBroker) -> None:
+    async def answer_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, port = kafka.bootstrap_servers.split(":")
+        from_broker, to_broker = await asyncio.open_connection(host, int(port))
+        size = await reader.readexactly(4)
+        to_broker.write(size + await reader.readexactly(int.from_bytes(size)))
+        size = await from_broker.readexactly(4)
+        writer.write(size + await from_broker.readexactly(int.from_bytes(size)))
+        to_broker.close()
+        await reader.read()  # the request for metadata, and the end
+        writer.close()
+
+    async with await asyncio.start_server(answer_once, "127.0.0.1", 0) as half_dead:
+        port = half_dead.sockets[0].getsockname()[1]
+        producer = new_producer(f"127.0.0.1:{port}")
+        with pytest.raises(KafkaFailure, match="no producer id"):
+            await producer.start(deadline_seconds=1)
+        await producer.abandon()
+        left = [c for c in gc.get_objects() if isinstance(c, AIOKafkaConnection) and c.port == port and c.connected()]
+    assert not left
 
 
 async def test_f12_a_record_over_the_brokers_limit_is_a_permanent_failure(kafka: KafkaBroker, topic: str) -> None:
