@@ -90,6 +90,10 @@ class Database:
             )
         return connection
 
+    async def driver_connection(self) -> asyncpg.Connection:
+        """Return a new connection of the driver itself, outside of the pool; the caller closes it."""
+        return await self._connect()
+
     def server_settings(self) -> dict[str, str]:
         """Return the run-time settings of every session, in PostgreSQL's own names and units (milliseconds)."""
         limits = self.settings

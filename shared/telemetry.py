@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,16 +36,16 @@ class BulkHistogram(Collector):
         self._sum = 0.0
         REGISTRY.register(self)
 
-    def observe(self, values: list[float]) -> None:
-        """Count the values, which are sorted in place."""
-        values.sort()
-        counted = 0
+    def observe_since(self, starts: list[int], now: int, ticks_per_second: int) -> None:
+        """Count the durations from these times to `now`. Sorts the list; a clock that went back counts as no time."""
+        starts.sort()
+        longer = len(starts)
         for number, bound in enumerate(self._bounds):
-            below = bisect_right(values, bound, counted)
-            self._counts[number] += below - counted
-            counted = below
-        self._counts[-1] += len(values) - counted
-        self._sum += sum(values)
+            still_longer = bisect_left(starts, now - bound * ticks_per_second, 0, longer)
+            self._counts[number] += longer - still_longer
+            longer = still_longer
+        self._counts[-1] += longer
+        self._sum += max(0, now * len(starts) - sum(starts)) / ticks_per_second
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
         """Return the counts in the client's form: cumulative, by upper bound."""

@@ -27,7 +27,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shared import telemetry
+from shared import memory, telemetry
 from shared.database import Database
 from shared.errors import FieldError, InvalidInput, Refused, ServiceError, TooLarge, Unavailable, is_transient
 from shared.lifecycle import Readiness, Service, State, describe, running
@@ -274,8 +274,10 @@ def serve(build: Callable[[], FastAPI], *, host: str, port: int, graceful_second
     """Build the application inside the event loop and serve it until SIGTERM or SIGINT; return after a clean stop."""
 
     async def main() -> None:
+        app = build()
+        memory.settle()
         config = uvicorn.Config(
-            build(),
+            app,
             host=host,
             port=port,
             log_config=None,

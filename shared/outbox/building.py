@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
 
@@ -11,7 +12,7 @@ import orjson
 from shared.errors import Refused
 from shared.kafka.producer import IdempotentProducer
 from shared.outbox.gate import Batch, Bucket, Gate, RefusedBatch
-from shared.outbox.log import Row
+from shared.outbox.log import POSTGRES_EPOCH_US, Row
 from shared.outbox.parking import Place, Suspects
 
 _BUCKET_AND_TOPIC = itemgetter(0, 3)
@@ -52,13 +53,13 @@ class BatchBuilding:
         reached = 0  # by events of this run in this batch
         for _, position, event_id, _, key, event_type, payload, headers, created in run:
             record_headers = kafka_headers(str(event_id), event_type, headers)
-            if len(created_at) >= most or not add(int(created * 1000), key, payload, record_headers):
+            if len(created_at) >= most or not add((created + POSTGRES_EPOCH_US) // 1000, key, payload, record_headers):
                 if reached and not released:
                     batch.reaches(bucket, reached)
                 self._send(batch)
                 batch = self._begin(place)
                 add, created_at = batch.records.add, batch.created_at
-                if not add(int(created * 1000), key, payload, record_headers):
+                if not add((created + POSTGRES_EPOCH_US) // 1000, key, payload, record_headers):
                     batch.reaches(bucket, position)
                     raise RefusedBatch(batch, f"event {event_id} fits into no batch of {place[0]}")
             created_at.append(created)
@@ -88,7 +89,20 @@ class BatchBuilding:
 
 def kafka_headers(event_id: str, event_type: str, headers: str) -> Sequence[tuple[str, bytes]]:
     """Return the record's headers: the event's id and type, then what the writer gave, a JSON object as text."""
-    own = [("event_id", event_id.encode()), ("event_type", event_type.encode())]
-    if headers != "{}":
+    own = [("event_id", event_id.encode()), _type_header(event_type)]
+    if headers.startswith(_TRACE_ONLY) and len(headers) == _TRACE_ONLY_LENGTH:
+        own.append(("traceparent", headers[_TRACE].encode()))
+    elif headers != "{}":
         own += [(name, value.encode()) for name, value in orjson.loads(headers).items()]
     return own
+
+
+@lru_cache(maxsize=1000)
+def _type_header(event_type: str) -> tuple[str, bytes]:
+    return "event_type", event_type.encode()
+
+
+# Nearly every event has this one header and no other: PostgreSQL's text of a jsonb object, and W3C's fixed length.
+_TRACE_ONLY = '{"traceparent": "'
+_TRACE = slice(len(_TRACE_ONLY), len(_TRACE_ONLY) + 55)
+_TRACE_ONLY_LENGTH = _TRACE.stop + len('"}')

@@ -22,6 +22,7 @@ from shared.errors import KafkaFailure
 from shared.kafka.producer import IdempotentProducer, RecordBatch
 from shared.lifecycle import is_cancelled
 from shared.outbox.leases import Lease
+from shared.outbox.log import POSTGRES_EPOCH_US
 from shared.outbox.parking import Place
 from shared.telemetry import BulkHistogram
 
@@ -74,7 +75,7 @@ class Batch:
     records: RecordBatch
     up_to: dict[Bucket, int] = field(default_factory=dict)
     released: list[tuple[Bucket, int]] = field(default_factory=list)
-    created_at: list[float] = field(default_factory=list)
+    created_at: list[int] = field(default_factory=list)
     size_bytes: int = 0
     acknowledged: bool = False
 
@@ -198,11 +199,10 @@ class Gate:
 
 
 def _count(batch: Batch) -> None:
-    now = time.time()
     EVENTS.labels(batch.records.topic).inc(len(batch.created_at))
     BATCHES.inc()
     BYTES.inc(batch.records.size_bytes)
-    LATENCY.observe([max(0.0, now - created_at) for created_at in batch.created_at])
+    LATENCY.observe_since(batch.created_at, time.time_ns() // 1000 - POSTGRES_EPOCH_US, 1_000_000)
 
 
 async def wait_for(event: asyncio.Event, seconds: float) -> None:

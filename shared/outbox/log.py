@@ -6,12 +6,14 @@ Inside a bucket, position order is commit order (the insert trigger draws it und
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import NamedTuple, cast
 from uuid import UUID
 
+import asyncpg
 from asyncpg.prepared_stmt import PreparedStatement
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -24,7 +26,7 @@ PLANNER_SWITCHES = {"enable_seqscan": "off", "enable_bitmapscan": "off", "enable
 
 
 class Row(NamedTuple):
-    """An event of the log. `headers` is a JSON object as text, `created_at` seconds since the epoch.
+    """An event of the log. `headers` is a JSON object as text, `created_at` microseconds as PostgreSQL counts them.
 
     The relay's hot path: what the driver gives is taken as it is.
     """
@@ -37,7 +39,11 @@ class Row(NamedTuple):
     event_type: str
     payload: bytes
     headers: str
-    created_at: float
+    created_at: int
+
+
+POSTGRES_EPOCH_US = 946_684_800_000_000
+"""2000-01-01, where PostgreSQL's clock begins, in microseconds since 1970."""
 
 
 def relay_database(settings: DatabaseSettings, lease_seconds: float) -> Database:
@@ -61,33 +67,22 @@ class Page:
 
 
 class LogReader:
-    """Reads the log on one connection, with a statement that is prepared once.
+    """Reads the log on a connection of its own, with a statement that is prepared once.
 
     Through the driver itself: SQLAlchemy's rows would double the relay's cost of an event (docs/performance.md).
     """
 
-    def __init__(self, connection: AsyncConnection, statement: PreparedStatement) -> None:
-        self._connection = connection
+    def __init__(self, statement: PreparedStatement) -> None:
         self._statement = statement
-
-    @classmethod
-    async def on(cls, connection: AsyncConnection) -> LogReader:
-        """Return a reader on a connection of `OutboxLog.connect`, which must not be used otherwise meanwhile."""
-        driver = (await connection.get_raw_connection()).driver_connection
-        return cls(connection, await driver.prepare(_READ))  # type: ignore[union-attr]  # it is connected
 
     async def read(self, cursors: Mapping[int, int], page: Page) -> Sequence[Row]:
         """Return the next events of each bucket behind its cursor, in order inside a bucket, within the page's limits.
 
         A bucket's first event is always included, whatever its size. Buckets come one after the other.
         """
-        try:
-            rows = await self._statement.fetch(
-                list(cursors), list(cursors.values()), page.rows_per_bucket, page.bytes_per_bucket, page.rows
-            )
-        except BaseException:
-            await self._connection.invalidate()  # the pool must not hand it out again
-            raise
+        rows = await self._statement.fetch(
+            list(cursors), list(cursors.values()), page.rows_per_bucket, page.bytes_per_bucket, page.rows
+        )
         return cast("Sequence[Row]", rows)
 
 
@@ -95,11 +90,29 @@ class OutboxLog:
     """The log of one database. Statements run in autocommit: each is one round trip and one transaction."""
 
     def __init__(self, database: Database) -> None:
+        self._database = database
         self._engine = database.engine.execution_options(isolation_level="AUTOCOMMIT")
 
     def connect(self) -> AbstractAsyncContextManager[AsyncConnection]:
         """Return a connection in autocommit."""
         return self._engine.connect()
+
+    @asynccontextmanager
+    async def reader(self) -> AsyncIterator[LogReader]:
+        """Yield a reader; its connection is closed afterwards."""
+        connection = await self._database.driver_connection()
+        try:
+            await connection.set_type_codec(
+                "timestamptz",
+                schema="pg_catalog",
+                encoder=lambda microseconds: (microseconds,),
+                decoder=itemgetter(0),
+                format="tuple",
+            )
+            yield LogReader(await connection.prepare(_READ))
+        finally:
+            with suppress(OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
+                await connection.close(timeout=2.0)
 
     async def write_progress(
         self, connection: AsyncConnection, owner: UUID, published: Sequence[tuple[int, int, int]]
@@ -119,7 +132,7 @@ class OutboxLog:
 
 _READ = """
     SELECT c.bucket, e.position, e.event_id, e.topic, e.key, e.event_type, e.payload, CAST(e.headers AS text),
-           date_part('epoch', e.created_at)
+           e.created_at
     FROM unnest($1::smallint[], $2::bigint[]) AS c (bucket, position)
     CROSS JOIN LATERAL (
         SELECT *, sum(octet_length(r.payload)) OVER (ORDER BY r.position) - octet_length(r.payload) AS bytes_before

@@ -16,7 +16,7 @@ from uuid import UUID
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from shared.outbox.log import Row
+from shared.outbox.log import POSTGRES_EPOCH_US, Row
 
 Place = tuple[str, int]
 """A topic and a partition."""
@@ -180,7 +180,11 @@ class Released:
 
 async def read_released(connection: AsyncConnection, buckets: Collection[int], most_bytes: int) -> Released:
     """Return what is to be published of the released keys of these buckets, up to so many payload bytes."""
-    found = (await connection.execute(_RELEASED, {"buckets": list(buckets), "bytes": most_bytes})).all()
+    found = (
+        await connection.execute(
+            _RELEASED, {"buckets": list(buckets), "bytes": most_bytes, "epoch_us": POSTGRES_EPOCH_US}
+        )
+    ).all()
     events = [Row(*row[:-1]) for row in found]
     read = Counter((event.bucket, event.key) for event in events)
     of_key = {(row.bucket, row.key): row.of_key for row in found}
@@ -259,7 +263,8 @@ _RELEASED = text("""
     SELECT bucket, position, event_id, topic, key, event_type, payload, headers, created_at, of_key
     FROM (
         SELECT p.bucket, p.position, p.event_id, p.topic, p.key, p.event_type, p.payload,
-               CAST(p.headers AS text) AS headers, date_part('epoch', p.created_at) AS created_at,
+               CAST(p.headers AS text) AS headers,
+               CAST(date_part('epoch', p.created_at) * 1000000 AS bigint) - :epoch_us AS created_at,
                count(*) OVER (PARTITION BY p.bucket, p.key) AS of_key,
                sum(octet_length(p.payload)) OVER (ORDER BY p.bucket, p.position) - octet_length(p.payload)
                AS bytes_before

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -57,12 +56,12 @@ class PublisherSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A page that was read, the buckets it was read for, how far, and how many had as much as the page takes of one."""
+    """A page that was read, the buckets it was read for, how far, and whether there may be more."""
 
     rows: Sequence[Row]
     buckets: Mapping[int, Bucket]
     last_positions: Mapping[int, int]
-    full_buckets: int
+    more: bool
 
 
 class Publisher:
@@ -96,7 +95,7 @@ class Publisher:
         self._released_to_settle: list[tuple[Bucket, int]] = []
         self._released_in_flight = 0
         self._progress = asyncio.Event()
-        self._full_buckets = 0
+        self._busy_buckets = 0
         self._turn = 0
         self._finished = False
 
@@ -123,8 +122,7 @@ class Publisher:
         check_at = began + self._settings.check_seconds
         released_at = 0.0
         healthy = False
-        async with self._outbox.connect() as checking, self._outbox.connect() as reading:
-            reader = await LogReader.on(reading)
+        async with self._outbox.connect() as checking, self._outbox.reader() as reader:
             ahead: asyncio.Task[_Read] | None = None
             try:
                 while self._gate.failure is None and not self._stopping.is_set():
@@ -146,7 +144,7 @@ class Publisher:
                             continue
                         ahead = asyncio.create_task(self._read(reader, {}))
                     page, ahead = await ahead, None
-                    if page.full_buckets and self._has_room and self._leases.valid:
+                    if page.more and self._has_room and self._leases.valid:
                         # The server reads on while this process builds.
                         ahead = asyncio.create_task(self._read(reader, page.last_positions))
                         await asyncio.sleep(0)
@@ -154,7 +152,7 @@ class Publisher:
                         failpoints.hit("R1")
                         poll = self._settings.first_poll_seconds
                         await self._build(checking, page)
-                    if not page.full_buckets:
+                    if not page.more:
                         await wait_for(self._wakeup, poll)
                         poll = min(2 * poll, self._settings.poll_seconds)
                         await self._keep_pace(now)
@@ -174,10 +172,10 @@ class Publisher:
         cursors = {number: read_already.get(number, bucket.read_up_to) for number, bucket in buckets.items()}
         page = self._page()
         rows = await reader.read(cursors, page)
-        few = len(rows) < page.rows_per_bucket and sum(len(row[6]) for row in rows) < page.bytes_per_bucket
-        full = 0 if few else _count_full(rows, page)
-        self._full_buckets = full or int(len(rows) >= page.rows)
-        return _Read(rows, buckets, {row[0]: row[1] for row in rows}, self._full_buckets)
+        last_positions = {row[0]: row[1] for row in rows}
+        more = len(rows) >= page.rows_per_bucket or sum(len(row[6]) for row in rows) >= page.bytes_per_bucket
+        self._busy_buckets = len(last_positions) if more else 0
+        return _Read(rows, buckets, last_positions, more)
 
     def _in_turn(self) -> dict[int, Bucket]:
         """Return the buckets, beginning elsewhere each time: a page that fills up leaves out the last ones."""
@@ -190,11 +188,11 @@ class Publisher:
         return self._gate.buffered_bytes < self._settings.max_buffered_bytes
 
     def _page(self) -> Page:
-        """Return how much of each bucket to read: the more, the fewer buckets had a full page the last time.
+        """Return how much of each bucket to read: the more, the fewer buckets the last page came from.
 
         With 96 buckets and the largest events a page is some 100 MB; with ordinary ones it is bounded by its rows.
         """
-        readers = max(1, self._full_buckets or len(self._buckets))
+        readers = max(1, self._busy_buckets or len(self._buckets))
         return Page(
             rows=2 * self._settings.rows_per_read,
             rows_per_bucket=max(self._settings.least_rows_per_bucket, self._settings.rows_per_read // readers),
@@ -362,15 +360,6 @@ class Publisher:
         LOST.inc()
         self._drop([number])
         self._leases.lose(number, epoch)
-
-
-def _count_full(rows: Sequence[Row], page: Page) -> int:
-    """Return how many buckets had at least as much as a page takes of one."""
-    counts = Counter(row[0] for row in rows)
-    sizes = Counter[int]()
-    for row in rows:
-        sizes[row[0]] += len(row[6])
-    return sum(counts[b] >= page.rows_per_bucket or sizes[b] >= page.bytes_per_bucket for b in counts)
 
 
 def partition_count_changed(topic: str, registered: int, found: int) -> str:

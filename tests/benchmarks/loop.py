@@ -1,4 +1,4 @@
-"""The event loop of every subject: uvloop where it is installed, for the product and for its baselines alike."""
+"""The event loop and the memory settings of every subject: the product's, for its baselines as well."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from shared import memory
+
 
 def run(main: Coroutine[Any, Any, None]) -> None:
     """Run a subject to its end."""
+    memory.settle()
     with asyncio.Runner(loop_factory=_factory()) as runner:
         runner.run(main)
 

@@ -17,7 +17,7 @@ from shared.errors import KafkaFailure
 from shared.kafka.producer import IdempotentProducer, RecordBatch
 from shared.kafka.topics import TopicSpec
 from shared.outbox.leases import BucketLeases
-from shared.outbox.log import LogReader, OutboxLog, Page
+from shared.outbox.log import OutboxLog, Page
 from shared.outbox.publisher import Publisher, PublisherSettings
 from shared.outbox.topics import register_topics
 from tests.support.outbox import OutboxUnderTest, outbox_under_test, until
@@ -221,9 +221,8 @@ async def test_f8_a_burst_into_an_empty_analysed_log_is_read_by_index(outbox: Ou
     relay = relay_database(database_settings(outbox.dsn), 10.0)
     log = OutboxLog(relay)
     try:
-        async with log.connect() as connection:
+        async with log.connect() as connection, log.reader() as reader:
             await connection.exec_driver_sql("ANALYZE outbox_event")
-            reader = await LogReader.on(connection)
             for _ in range(8):  # long enough for the server to keep a generic plan
                 assert not await reader.read(dict.fromkeys(range(96), 0), Page(9600, 50, 10**6))
             await connection.exec_driver_sql(
