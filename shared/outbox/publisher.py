@@ -27,6 +27,8 @@ from shared.outbox.parking import Aside, Suspects
 
 log = structlog.get_logger(__name__)
 
+_ROWS_AT_ONCE = 300
+
 LOST = prometheus.Counter("outbox_leases_lost", "Buckets that turned out to be another relay's.")
 PARKED = prometheus.Counter("outbox_parked_behind", "Events parked because one of their key is parked.")
 
@@ -253,7 +255,9 @@ class Publisher:
             if number not in stale:
                 self._buckets[number].read_up_to = position
         batches = self._batches()
-        batches.add(rows, self._buckets)
+        for start in range(0, len(rows), _ROWS_AT_ONCE):
+            batches.add(rows[start : start + _ROWS_AT_ONCE], page.buckets)
+            await asyncio.sleep(0)  # acknowledgements and the next page come in between
         batches.close()
         for number in passed_over - stale:
             if self._buckets[number].pass_over(last[number]):
