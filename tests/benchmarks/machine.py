@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
 import tomllib
@@ -14,9 +15,14 @@ import psutil
 import chargeonce.stack
 from tests.benchmarks.lab import Lab
 
+_LOOK_SECONDS = 3.0
+
 
 async def machine(lab: Lab) -> dict[str, Any]:
-    """Return the machine, and the versions of what runs on it."""
+    """Return the machine, the versions of what runs on it, and how busy it is while our own servers are idle."""
+    psutil.cpu_percent()
+    await asyncio.sleep(_LOOK_SECONDS)
+    busy = psutil.cpu_percent()
     async with lab.databases.connected("postgres") as connection:
         postgres = await connection.fetchval("SHOW server_version")
     return {
@@ -28,7 +34,7 @@ async def machine(lab: Lab) -> dict[str, Any]:
         "postgres": postgres,
         "kafka": _kafka_version(),
         **{name: version(name) for name in ("aiokafka", "asyncpg", "sqlalchemy")},
-        "load_average_before": round(os.getloadavg()[0], 2),
+        "busy_before_percent": busy,
     }
 
 

@@ -39,6 +39,8 @@ MEASURES: dict[str, Callable[[Lab, Sizes], AsyncIterator[Row]]] = {
     "compression": compression.measure,
 }
 
+_BUSY_PERCENT = 10
+
 
 def main(
     quick: Annotated[
@@ -67,7 +69,7 @@ def main(
 
 async def benchmark(directory: Path, measures: Sequence[str], sizes: Sizes) -> None:
     """Run the measures one after the other; what is known is written after each, so an interrupted run leaves it."""
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 140)
     began = time.monotonic()
     rows: list[Row] = []
     seconds: dict[str, float] = {}
@@ -78,6 +80,8 @@ async def benchmark(directory: Path, measures: Sequence[str], sizes: Sizes) -> N
             "machine": await machine(lab),
             "sizes": asdict(sizes),
         }
+        if (busy := result["machine"]["busy_before_percent"]) > _BUSY_PERCENT:
+            console.print(f"[red]other programs use {busy:g} % of this machine: read no figure of this run[/red]")
         for name in measures:
             console.print(f"[dim]{time.monotonic() - began:5.0f} s  {name}[/dim]", highlight=False)
             before = time.monotonic()

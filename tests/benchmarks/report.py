@@ -82,8 +82,11 @@ def _bars(axes: Axes, rows: Sequence[Row], unit: str) -> None:
         for rounds, value, colour, shift in pairs:
             axes.barh(place + shift, value, height=0.36, color=colour)
             axes.plot(rounds, [place + shift] * len(rounds), ".", color="black", markersize=4)
+            furthest = max((value, *rounds))
+            axes.annotate(f"  {number(value)}", (furthest, place + shift), va="center", fontsize=8)
     axes.set_yticks(range(len(rows)), [f"{row.measure}\nagainst: {row.baseline_name}" for row in rows], fontsize=8)
     axes.invert_yaxis()
+    axes.margins(x=0.12)
     axes.set_xlim(left=0)
     axes.set_xlabel(unit)
     axes.grid(axis="x", alpha=0.3)

@@ -62,7 +62,7 @@ async def test_the_benchmark_of_the_relay_tells_every_row_with_its_target(direct
     assert ROWS_WITH_TARGETS.items() <= targets.items()
     for row in rows.values():
         assert row["unit"]
-        assert len(row["rounds"]) == 1
+        assert row["rounds"]
         assert math.isfinite(row["value"])
         assert row["met"] in ((True, False) if row["target"] else (None,))
         if row["baseline"] is not None:

@@ -1,0 +1,61 @@
+"""`python -m tests.benchmarks.document RESULT…` writes results into docs/performance.md, so that no figure is typed.
+
+Several files are the parts of one result, measured with `--only` one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.processes import ROOT
+from tests.benchmarks.report import number
+
+_PAGE = ROOT / "docs" / "performance.md"
+_BEGIN, _END = "<!-- relay: begin -->\n", "<!-- relay: end -->\n"
+
+
+def main(paths: list[str]) -> None:
+    """Replace what stands between the two marks."""
+    results = [json.loads(Path(path).read_text()) for path in paths]
+    page = _PAGE.read_text(encoding="utf-8")
+    before, _, rest = page.partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    _PAGE.write_text(f"{before}{_BEGIN}{section(results)}{_END}{after}", encoding="utf-8")
+
+
+def section(results: list[dict[str, Any]]) -> str:
+    """Return the paragraph about the machine, and the table."""
+    machine = results[0]["machine"]
+    lines = [
+        f"Measured {results[-1]['measured_at'][:10]} on {machine['cores']} cores ({machine['cpu']}), "
+        f"{machine['memory_mb'] / 1024:.0f} GiB, {machine['system']}; Python {machine['python']} with "
+        f"{results[0]['event_loop']}, PostgreSQL {machine['postgres']}, Kafka {machine['kafka']}, "
+        f"aiokafka {machine['aiokafka']}, asyncpg {machine['asyncpg']}. Other programs used "
+        f"{max(result['machine']['busy_before_percent'] for result in results):.0f} % of the machine just before.",
+        "",
+        "| measure | value | baseline | ratio | target | met | rounds, lowest to highest |",
+        "|---|---|---|---|---|---|---|",
+        *(_line(row) for result in results for row in result["rows"]),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _line(row: dict[str, Any]) -> str:
+    cells = [
+        row["measure"],
+        f"{number(row['value'])} {row['unit']}",
+        f"{number(row['baseline'])} {row['baseline_name']}" if row["baseline"] is not None else "",
+        f"{row['ratio']:.2f}" if row["ratio"] is not None else "",
+        row["target"] or "",
+        {True: "yes", False: "**no**", None: ""}[row["met"]],
+        f"{number(min(row['rounds']))} … {number(max(row['rounds']))}" if len(row["rounds"]) > 1 else "",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
