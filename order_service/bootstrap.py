@@ -16,7 +16,9 @@ from shared.inbox.consumer import InboxConsumer
 from shared.inbox.upkeep import InboxUpkeep
 from shared.kafka.topics import TopicSpec
 from shared.lifecycle import Service
+from shared.outbox.admission import Admission, BacklogLimits
 from shared.outbox.append import EventWriter
+from shared.outbox.backlog import COUNTED
 from shared.outbox.bootstrap import relay_services
 from shared.outbox.log import relay_database
 from shared.outbox.upkeep import BacklogMonitor
@@ -39,11 +41,19 @@ def build(settings: OrderServiceSettings, roles: Collection[str] = ROLES) -> Fas
     relay_pool = relay_database(settings.database("relay", pool_size=6), settings.relay_lease_seconds)
     notifier = Notifier(settings.listen_dsn, OUTBOX_CHANNEL)
     units = UnitsOfWork(database, EventWriter(signal=notifier.signal))
+    limits = BacklogLimits(settings.max_unpublished_events, settings.max_unpublished_age_seconds)
+    monitor = BacklogMonitor(
+        relay_pool,
+        settings.backlog_degraded_after_seconds,
+        interval_seconds=0.5 if limits != BacklogLimits() else 2.0,
+        count=max(COUNTED, (limits.events or 0) + 1),
+    )
+    checkout = Checkout(units, Admission(limits, monitor.latest))
     services: list[Service] = []
     if "api" in roles:
         services.append(notifier)
     if "api" in roles or "relay" in roles:
-        services.append(BacklogMonitor(relay_pool, settings.backlog_degraded_after_seconds))
+        services.append(monitor)
     if "relay" in roles:
         services += relay_services(relay_pool, settings.outbox())
     if "consumer" in roles:
@@ -54,7 +64,7 @@ def build(settings: OrderServiceSettings, roles: Collection[str] = ROLES) -> Fas
         database=database,
         other_databases=[relay_pool],
         services=services,
-        state={"checkout": Checkout(units), "consumer_group": settings.consumer_group},
+        state={"checkout": checkout, "consumer_group": settings.consumer_group},
         max_body_bytes=settings.max_body_bytes,
     )
     if "api" in roles:

@@ -19,10 +19,11 @@ from shared import failpoints
 from shared.errors import Refused
 from shared.kafka.producer import IdempotentProducer
 from shared.outbox import parking
+from shared.outbox.backlog import refusal
 from shared.outbox.building import BatchBuilding
 from shared.outbox.gate import Batch, Bucket, Gate, wait_for
 from shared.outbox.leases import BucketLeases
-from shared.outbox.log import LogReader, OutboxLog, Page, Row, refusal
+from shared.outbox.log import LogReader, OutboxLog, Page, Row
 from shared.outbox.parking import Aside, Suspects
 
 log = structlog.get_logger(__name__)

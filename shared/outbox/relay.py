@@ -18,9 +18,10 @@ from shared.errors import KafkaFailure, Refused
 from shared.kafka.producer import IdempotentProducer
 from shared.kafka.settings import KafkaSettings
 from shared.lifecycle import READY, BackgroundService, Readiness, State, describe
+from shared.outbox.backlog import refusal
 from shared.outbox.gate import RefusedBatch
 from shared.outbox.leases import BucketLeases
-from shared.outbox.log import OutboxLog, refusal
+from shared.outbox.log import OutboxLog
 from shared.outbox.parking import RefusedEvent, Suspects, park_refused, refused_waiting
 from shared.outbox.publisher import LOST, Publisher, PublisherSettings, partition_count_changed
 from shared.outbox.topics import registered_topics

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import structlog
 from prometheus_client import Counter, Gauge
 from sqlalchemy import text
@@ -9,40 +11,61 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from shared.database import Database
 from shared.lifecycle import READY, Readiness, State
-from shared.outbox.log import Backlog, OutboxLog, measure_backlog
+from shared.outbox.backlog import COUNTED, Backlog, measure_backlog
+from shared.outbox.log import OutboxLog
 from shared.schedule import PeriodicService
 
 log = structlog.get_logger(__name__)
 
-UNPUBLISHED = Gauge(
-    "outbox_unpublished_events", f"Events waiting in the outbox; a lower bound past {Backlog.PER_BUCKET} of one bucket."
-)
+UNPUBLISHED = Gauge("outbox_unpublished_events", f"Events waiting in the outbox; a lower bound from {COUNTED} on.")
+PARKED = Gauge("outbox_parked_events", "Parked events that wait for a person: refused by the broker, or behind one.")
 OLDEST_AGE = Gauge("outbox_oldest_unpublished_age_seconds", "Age of the oldest event that waits in the outbox.")
-DELETED = Counter("outbox_deleted_rows", "Published rows removed after the retention.", ["table"])
+DELETED = Counter("outbox_deleted_rows", "Rows removed after the retention.", ["table"])
+KEEPER_LAG = Gauge("outbox_keeper_lag_seconds", "How much longer than the retention the oldest published row is kept.")
 
 # 0x4B454550 is "KEEP".
 _KEEPER_LOCK = 0x4B454550
 
 
 class BacklogMonitor(PeriodicService):
-    """Measures what waits in the outbox; degraded, with the reason, while events do not leave.
+    """Measures what waits in the outbox; degraded, with the reason, while events do not leave or are parked.
 
     Takes a database of `log.relay_database`, for the plans that the measurement needs.
     """
 
     name = "outbox-backlog"
 
-    def __init__(self, database: Database, degraded_after_seconds: float, interval_seconds: float = 2.0) -> None:
+    def __init__(
+        self, database: Database, degraded_after_seconds: float, interval_seconds: float = 2.0, count: int = COUNTED
+    ) -> None:
         super().__init__(interval_seconds)
         self._outbox = OutboxLog(database)
         self._degraded_after_seconds = degraded_after_seconds
+        self._count = count
+        self._stale_after_seconds = 5 * interval_seconds
+        self._measured: tuple[float, Backlog] | None = None
+
+    def latest(self) -> Backlog | None:
+        """Return the last measurement, or None when it is too old to act on."""
+        if self._measured is None or time.monotonic() - self._measured[0] > self._stale_after_seconds:
+            return None
+        return self._measured[1]
 
     async def do(self) -> None:
         async with self._outbox.connect() as connection:
-            backlog = await measure_backlog(connection)
+            backlog = await measure_backlog(connection, self._count)
+        self._measured = (time.monotonic(), backlog)
         UNPUBLISHED.set(backlog.events)
         OLDEST_AGE.set(backlog.oldest_age_seconds)
+        PARKED.set(backlog.parked)
         self.readiness = READY
+        if backlog.parked:
+            self.readiness = Readiness(
+                State.DEGRADED,
+                f"{backlog.parked} events are parked: the broker refused some for good and the later ones of their "
+                "keys wait behind them. Their orders are not charged meanwhile, all others are. See `outbox parked "
+                "list`.",
+            )
         if backlog.oldest_age_seconds > self._degraded_after_seconds:
             count = f"{'at least ' if backlog.at_least else ''}{backlog.events}"
             self.readiness = Readiness(
@@ -69,11 +92,14 @@ class OutboxKeeper(PeriodicService):
                 if not (await connection.execute(_TRY_KEEPER, {"key": _KEEPER_LOCK})).scalar_one():
                     break
                 deleted = await self._clean_chunk(connection)
+        async with self._database.engine.connect() as connection:
+            lag = (await connection.execute(_LAG, {"hours": self._retention_hours})).scalar_one()
+        KEEPER_LAG.set(max(0.0, float(lag or 0.0)))
         self.readiness = READY
 
     async def _clean_chunk(self, connection: AsyncConnection) -> int:
         deleted = 0
-        for table, statement in (("outbox_event", _CLEAN_EVENTS), ("outbox_progress", _CLEAN_PROGRESS)):
+        for table, statement in _CLEANING:
             result = await connection.execute(statement, {"hours": self._retention_hours})
             DELETED.labels(table).inc(result.rowcount)
             deleted += result.rowcount
@@ -82,18 +108,21 @@ class OutboxKeeper(PeriodicService):
 
 _TRY_KEEPER = text("SELECT pg_try_advisory_xact_lock(:key)")
 
-# At most 50 rows a bucket and statement, from the old end. A row above its bucket's cursor is unpublished and stays.
+# At most 50 rows a bucket and statement, from the old end. A row above its bucket's cursor is unpublished and stays,
+# and so does one that is parked. Nothing that commits later has a position at or below the cursor.
 _CLEAN_EVENTS = text("""
     DELETE FROM outbox_event e USING (
         SELECT old.bucket, old.position
         FROM outbox_bucket b
         CROSS JOIN LATERAL (SELECT max(position) AS position FROM outbox_progress WHERE bucket = b.bucket) AS cursor
         CROSS JOIN LATERAL (
-            SELECT bucket, position, created_at FROM outbox_event
-            WHERE bucket = b.bucket AND position <= cursor.position ORDER BY position LIMIT 50
+            SELECT o.bucket, o.position, o.created_at FROM outbox_event o
+            WHERE o.bucket = b.bucket AND o.position <= cursor.position
+              AND NOT EXISTS (SELECT FROM outbox_parked k
+                              WHERE k.bucket = o.bucket AND k.position = o.position AND k.settled_at IS NULL)
+            ORDER BY o.position LIMIT 50
         ) AS old
         WHERE old.created_at < clock_timestamp() - make_interval(secs => :hours * 3600)
-          AND NOT EXISTS (SELECT FROM outbox_parked k WHERE k.bucket = old.bucket AND k.position = old.position)
     ) AS chunk
     WHERE e.bucket = chunk.bucket AND e.position = chunk.position
 """)
@@ -111,4 +140,34 @@ _CLEAN_PROGRESS = text("""
         WHERE old.published_at < clock_timestamp() - make_interval(secs => :hours * 3600)
     ) AS chunk
     WHERE p.bucket = chunk.bucket AND p.position = chunk.position
+""")
+
+# A settled event that the cursor has not passed yet stays: until then its row here keeps the relay from sending it.
+_CLEAN_PARKED = text("""
+    DELETE FROM outbox_parked k USING (
+        SELECT p.bucket, p.position FROM outbox_parked p
+        WHERE p.settled_at < clock_timestamp() - make_interval(secs => :hours * 3600)
+          AND p.position <= (SELECT max(position) FROM outbox_progress WHERE bucket = p.bucket)
+        LIMIT 1000
+    ) AS chunk
+    WHERE k.bucket = chunk.bucket AND k.position = chunk.position
+""")
+
+_CLEANING = (
+    ("outbox_event", _CLEAN_EVENTS),
+    ("outbox_progress", _CLEAN_PROGRESS),
+    ("outbox_parked", _CLEAN_PARKED),
+)
+
+_LAG = text("""
+    SELECT extract(epoch FROM clock_timestamp() - min(oldest.created_at)) - :hours * 3600
+    FROM outbox_bucket b
+    CROSS JOIN LATERAL (SELECT max(position) AS position FROM outbox_progress WHERE bucket = b.bucket) AS cursor
+    CROSS JOIN LATERAL (
+        SELECT o.created_at FROM outbox_event o
+        WHERE o.bucket = b.bucket AND o.position <= cursor.position
+          AND NOT EXISTS (SELECT FROM outbox_parked k
+                          WHERE k.bucket = o.bucket AND k.position = o.position AND k.settled_at IS NULL)
+        ORDER BY o.position LIMIT 1
+    ) AS oldest
 """)

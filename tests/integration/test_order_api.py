@@ -23,6 +23,7 @@ from order_service.tables import metadata
 from shared import money
 from shared.cli import migrate_database
 from shared.database import Database
+from shared.outbox.admission import Admission, BacklogLimits
 from shared.telemetry import configure_tracing
 from tests.support.outbox import database_settings, scalar
 from tests.support.serving import serving
@@ -301,6 +302,45 @@ async def test_an_order_costs_five_round_trips_and_one_commit(database: Database
     event.listen(engine, "before_cursor_execute", lambda *args: statements.append(args[2].split()[2]))
     event.listen(engine, "commit", lambda _: commits.append("commit"))
     order = NewOrder.of(7, "EUR", [OrderItem("A", 1, Decimal("1.00")), OrderItem("B", 1, Decimal("2.00"))])
-    await Checkout(UnitsOfWork(database, EventWriter())).confirm(order)
+    await Checkout(UnitsOfWork(database, EventWriter()), Admission(BacklogLimits(), lambda: None)).confirm(order)
     assert statements == ["orders", "order_item", "outbox_event"]
     assert len(commits) == 1
+
+
+async def test_past_the_limit_of_unpublished_events_orders_are_refused_until_they_leave(database: Database) -> None:
+    limited = settings_for(database.settings.url).model_copy(update={"max_unpublished_events": 20})
+    async with database.engine.begin() as connection:
+        await connection.execute(_ALL_PUBLISHED)
+    async with serving(build(limited, ["api"])) as client:
+        accepted = 0
+        async with asyncio.timeout(20):
+            while True:
+                async with client.post("/orders", json=ORDER) as response:
+                    if response.status == 503:
+                        body = await response.json()
+                        break
+                    accepted += 1
+                await asyncio.sleep(0.02)
+        assert response.headers["Retry-After"] == "5"
+        assert response.content_type == "application/problem+json"
+        assert "more than 20 events wait" in body["detail"]
+        assert "no money moved" in body["detail"]
+        stored = await scalar(database, "SELECT count(*) FROM orders")
+        assert accepted > 20
+        async with client.get("/orders?limit=1") as response:
+            assert response.status == 200, "reading goes on"
+        assert await scalar(database, "SELECT count(*) FROM orders") == stored
+        async with database.engine.begin() as connection:
+            await connection.execute(_ALL_PUBLISHED)
+        async with asyncio.timeout(20):
+            while True:
+                async with client.post("/orders", json=ORDER) as response:
+                    if response.status == 201:
+                        break
+                await asyncio.sleep(0.05)
+
+
+_ALL_PUBLISHED = text("""
+    INSERT INTO outbox_progress (bucket, position) SELECT bucket, max(position) FROM outbox_event GROUP BY bucket
+    ON CONFLICT DO NOTHING
+""")

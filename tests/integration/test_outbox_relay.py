@@ -140,7 +140,8 @@ async def test_f3_a_held_snapshot_and_an_open_writer_elsewhere_delay_no_other_ke
 
 
 async def test_f52_a_sequence_below_the_cursor_is_refused_with_what_to_do(outbox: OutboxUnderTest) -> None:
-    from shared.outbox.log import OutboxLog, refusal
+    from shared.outbox.backlog import refusal
+    from shared.outbox.log import OutboxLog
 
     await outbox.publish(*(outbox.event("order-1", number) for number in range(10)))
     async with outbox.relay():
@@ -169,7 +170,8 @@ async def test_f52_a_sequence_that_falls_behind_while_the_relay_runs_stops_it(ou
 
 
 async def test_f52_rows_without_any_progress_and_a_fresh_sequence_are_refused(outbox: OutboxUnderTest) -> None:
-    from shared.outbox.log import OutboxLog, refusal
+    from shared.outbox.backlog import refusal
+    from shared.outbox.log import OutboxLog
 
     await outbox.publish(outbox.event("order-1", 0))
     async with OutboxLog(outbox.database).connect() as connection:
@@ -227,45 +229,49 @@ async def test_f18_a_topic_with_another_partition_count_than_registered_is_refus
 
 
 async def test_the_backlog_is_measured_with_the_oldest_of_all_buckets(outbox: OutboxUnderTest) -> None:
-    from shared.outbox.log import Backlog, OutboxLog, measure_backlog
+    from shared.outbox.backlog import measure_backlog
+    from shared.outbox.log import OutboxLog
 
     await outbox.publish(outbox.event("order-old", 0))
-    last, first = bucket_of(b"order-old"), 0
+    last, first = 95, 0
     insert = text(
         "INSERT INTO outbox_event (event_id, bucket, topic, key, event_type, payload, created_at) "
         "SELECT gen_random_uuid(), :bucket, 't', 'k', 'e', 'p', now() - make_interval(secs => :age) "
         "FROM generate_series(1, :rows)"
     )
-    assert last != first
+    assert bucket_of(b"order-old") not in (first, last)
     async with OutboxLog(outbox.database).connect() as connection:
         await connection.execute(insert, {"bucket": last, "age": 3600.0, "rows": 1})
-        await connection.execute(insert, {"bucket": first, "age": 0.0, "rows": Backlog.PER_BUCKET + 10})
-        backlog = await measure_backlog(connection)
-    assert backlog.at_least
-    assert backlog.events == Backlog.PER_BUCKET + 2
-    assert backlog.oldest_age_seconds > 3000
+        await connection.execute(insert, {"bucket": first, "age": 0.0, "rows": 510})
+        exact = await measure_backlog(connection)
+        bounded = await measure_backlog(connection, most=100)
+    assert (exact.events, exact.at_least) == (512, False)
+    assert (bounded.events, bounded.at_least) == (100, True)
+    assert min(exact.oldest_age_seconds, bounded.oldest_age_seconds) > 3000
+
+
+@pytest.mark.parametrize("damage", ["DISABLE TRIGGER outbox_event_draw_position", "DISABLE TRIGGER ALL"])
+async def test_f52_a_log_without_its_trigger_is_refused(outbox: OutboxUnderTest, damage: str) -> None:
+    from shared.outbox.backlog import refusal
+    from shared.outbox.log import OutboxLog
+
+    async with OutboxLog(outbox.database).connect() as connection:
+        await connection.exec_driver_sql(f"ALTER TABLE outbox_event {damage}")
+        remedy = re.search("ALTER TABLE .* ENABLE TRIGGER outbox_event_draw_position", await refusal(connection) or "")
+        assert remedy
+        await connection.exec_driver_sql(remedy.group())
+        assert await refusal(connection) is None
+        await connection.exec_driver_sql("DROP TRIGGER outbox_event_draw_position ON outbox_event")
+        assert "missing" in (await refusal(connection) or "")
 
 
 async def test_f52_a_sequence_with_a_cache_is_refused(outbox: OutboxUnderTest) -> None:
-    from shared.outbox.log import OutboxLog, refusal
+    from shared.outbox.backlog import refusal
+    from shared.outbox.log import OutboxLog
 
     async with OutboxLog(outbox.database).connect() as connection:
         await connection.exec_driver_sql("ALTER SEQUENCE outbox_event_position CACHE 50")
         assert "CACHE 1" in (await refusal(connection) or "")
-
-
-async def test_published_rows_past_the_retention_are_deleted_and_the_cursor_stays(outbox: OutboxUnderTest) -> None:
-    from shared.outbox.upkeep import OutboxKeeper
-
-    await outbox.publish(*(outbox.event(f"order-{key}", 0) for key in range(40)))
-    async with outbox.relay():
-        await outbox.drained()
-    await outbox.publish(outbox.event("order-1", 1))
-    cursor = await scalar(outbox.database, "SELECT max(position) FROM outbox_progress")
-    keeper = OutboxKeeper(outbox.database, retention_hours=1e-9)
-    await keeper.do()
-    assert await scalar(outbox.database, "SELECT count(*) FROM outbox_event") == 1, "the unpublished event stays"
-    assert await scalar(outbox.database, "SELECT max(position) FROM outbox_progress") == cursor
 
 
 async def test_an_event_of_an_unregistered_topic_fails_its_transaction(outbox: OutboxUnderTest) -> None:

@@ -1,0 +1,155 @@
+"""The outbox's keeper: what it removes, what it never removes, and that two of them do not disturb each other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import asyncpg
+import pytest
+from prometheus_client import REGISTRY
+from sqlalchemy import text
+
+from chargeonce.stack import KafkaBroker
+from shared.lifecycle import State
+from shared.outbox.append import bucket_of
+from shared.outbox.upkeep import BacklogMonitor, OutboxKeeper
+from tests.support.outbox import OutboxUnderTest, outbox_under_test, scalar
+
+AT_ONCE = 1e-9
+"""A retention, in hours, that is over as soon as a row is there."""
+
+
+@pytest.fixture
+async def outbox(database_url: str, kafka: KafkaBroker, unique_name: str) -> AsyncIterator[OutboxUnderTest]:
+    async with outbox_under_test(database_url, kafka.bootstrap_servers, unique_name) as made:
+        yield made
+
+
+async def mark_published(outbox: OutboxUnderTest) -> None:
+    """What a relay records when everything was acknowledged."""
+    async with outbox.database.engine.begin() as connection:
+        await connection.execute(
+            text("INSERT INTO outbox_progress SELECT bucket, max(position) FROM outbox_event GROUP BY 1")
+        )
+
+
+async def park(outbox: OutboxUnderTest, key: str, outcome: str | None) -> None:
+    async with outbox.database.engine.begin() as connection:
+        await connection.execute(
+            text(
+                "INSERT INTO outbox_parked (bucket, position, event_id, topic, key, event_type, payload, headers, "
+                "created_at, reason, settled_at, outcome) SELECT bucket, position, event_id, topic, key, event_type, "
+                "payload, headers, created_at, 'test', CASE WHEN CAST(:outcome AS text) IS NOT NULL THEN now() END, "
+                ":outcome FROM outbox_event WHERE key = :key"
+            ),
+            {"key": key.encode(), "outcome": outcome},
+        )
+
+
+async def events(outbox: OutboxUnderTest) -> object:
+    return await scalar(outbox.database, "SELECT count(*) FROM outbox_event")
+
+
+async def test_f7_published_rows_past_the_retention_are_deleted_and_the_cursor_stays(outbox: OutboxUnderTest) -> None:
+    await outbox.publish(*(outbox.event(f"order-{key}", 0) for key in range(40)))
+    async with outbox.relay():
+        await outbox.drained()
+    await outbox.publish(outbox.event("order-1", 1))
+    cursor = await scalar(outbox.database, "SELECT max(position) FROM outbox_progress")
+    await OutboxKeeper(outbox.database, AT_ONCE).do()
+    assert await events(outbox) == 1, "the unpublished event stays"
+    assert await scalar(outbox.database, "SELECT max(position) FROM outbox_progress") == cursor
+
+
+async def test_f7_rows_within_the_retention_stay(outbox: OutboxUnderTest) -> None:
+    await outbox.publish(*(outbox.event(f"order-{key}", 0) for key in range(40)))
+    await mark_published(outbox)
+    await OutboxKeeper(outbox.database, 1.0).do()
+    assert await events(outbox) == 40
+
+
+async def test_f7_a_parked_event_stays_until_it_is_settled_and_holds_up_no_other_row(outbox: OutboxUnderTest) -> None:
+    await outbox.publish(*(outbox.event("bad", number) for number in range(70)))
+    other = next(key for key in map("order-{}".format, range(10_000)) if bucket_of(key.encode()) == bucket_of(b"bad"))
+    await outbox.publish(*(outbox.event(other, number) for number in range(70)))
+    await mark_published(outbox)
+    await park(outbox, "bad", None)
+    await OutboxKeeper(outbox.database, AT_ONCE).do()
+    assert await events(outbox) == 70
+    async with outbox.database.engine.begin() as connection:
+        await connection.execute(text("UPDATE outbox_parked SET settled_at = now(), outcome = 'discarded'"))
+    await OutboxKeeper(outbox.database, AT_ONCE).do()
+    assert await events(outbox) == 0
+    assert await outbox.parked() == []
+
+
+async def test_f7_a_settled_event_that_the_cursor_has_not_passed_is_kept_aside(outbox: OutboxUnderTest) -> None:
+    await outbox.publish(outbox.event("bad", 0))
+    await park(outbox, "bad", "discarded")
+    await OutboxKeeper(outbox.database, AT_ONCE).do()
+    assert len(await outbox.parked()) == 1
+
+
+async def test_f7_an_event_that_commits_during_the_cleaning_is_published(outbox: OutboxUnderTest) -> None:
+    writer = await asyncpg.connect(outbox.dsn)
+    try:
+        async with outbox.relay():
+            await outbox.publish(*(outbox.event("order-1", number) for number in range(20)))
+            await outbox.drained()
+            held = writer.transaction()
+            await held.start()
+            await writer.execute(
+                "INSERT INTO outbox_event (event_id, bucket, topic, key, event_type, payload) "
+                "VALUES (gen_random_uuid(), $1, $2, 'order-1', 't', 'order-1:20')",
+                bucket_of(b"order-1"),
+                outbox.topic,
+            )
+            keeper = OutboxKeeper(outbox.database, AT_ONCE)
+            await keeper.do()
+            await held.commit()
+            await keeper.do()
+            assert await events(outbox) == 1
+            await outbox.drained()
+    finally:
+        await writer.close()
+    assert (await outbox.arrived())[-1].value == b"order-1:20"
+
+
+async def test_f7_two_keepers_at_once_do_not_disturb_each_other(outbox: OutboxUnderTest) -> None:
+    for _ in range(10):
+        await outbox.publish(*(outbox.event(f"order-{key}", 0) for key in range(400)))
+    await mark_published(outbox)
+    await asyncio.gather(*(OutboxKeeper(outbox.database, AT_ONCE).do() for _ in range(4)))
+    await OutboxKeeper(outbox.database, AT_ONCE).do()
+    assert await events(outbox) == 0
+
+
+async def test_the_keepers_lag_tells_how_long_rows_are_kept_too_long(outbox: OutboxUnderTest) -> None:
+    await outbox.publish(outbox.event("order-1", 0), outbox.event("order-2", 0))
+    await mark_published(outbox)
+    async with outbox.database.engine.begin() as connection:
+        await connection.execute(text("ALTER TABLE outbox_event DISABLE TRIGGER outbox_event_refuse_update"))
+        await connection.execute(text("UPDATE outbox_event SET created_at = now() - interval '3 hours'"))
+        await connection.execute(text("SELECT pg_advisory_xact_lock(1262830928)"))  # another keeper hangs
+        await OutboxKeeper(outbox.database, retention_hours=1.0).do()
+        lag = REGISTRY.get_sample_value("outbox_keeper_lag_seconds") or 0.0
+        assert lag == 0.0, "the rows are not that old before this transaction commits"
+    async with outbox.database.engine.begin() as connection:
+        await connection.execute(text("SELECT pg_advisory_xact_lock(1262830928)"))
+        await OutboxKeeper(outbox.database, retention_hours=1.0).do()
+        assert 7000 < (REGISTRY.get_sample_value("outbox_keeper_lag_seconds") or 0.0) < 7400
+    await OutboxKeeper(outbox.database, retention_hours=1.0).do()
+    assert REGISTRY.get_sample_value("outbox_keeper_lag_seconds") == 0.0
+    assert await events(outbox) == 0
+
+
+async def test_parked_events_are_a_metric_and_make_the_process_degraded(outbox: OutboxUnderTest) -> None:
+    await outbox.publish(outbox.event("bad", 0))
+    await park(outbox, "bad", None)
+    await mark_published(outbox)
+    monitor = BacklogMonitor(outbox.database, degraded_after_seconds=30)
+    await monitor.do()
+    assert REGISTRY.get_sample_value("outbox_parked_events") == 1
+    assert monitor.ready().state is State.DEGRADED
+    assert "outbox parked list" in monitor.ready().reason
