@@ -312,7 +312,7 @@ async def test_past_the_limit_of_unpublished_events_orders_are_refused_until_the
     async with database.engine.begin() as connection:
         await connection.execute(_ALL_PUBLISHED)
     async with serving(build(limited, ["api"])) as client:
-        accepted = 0
+        accepted, body = 0, {}
         async with asyncio.timeout(20):
             while True:
                 async with client.post("/orders", json=ORDER) as response:
