@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from uuid import uuid4
 
 import asyncpg
@@ -50,19 +50,17 @@ async def measure(lab: Lab, sizes: Sizes) -> AsyncIterator[Row]:
 
 @asynccontextmanager
 async def _held(lab: Lab, database: str) -> AsyncIterator[None]:
-    """Hold open a transaction that wrote an order, one that appended an event, and a snapshot.
+    """Hold open a transaction that wrote an order, one that appended an event, and a snapshot; none is committed.
 
     The event lies in a bucket that no other event uses: those behind it in its own bucket wait for it by design.
     """
-    databases = lab.databases
-    async with (
-        databases.connected(database) as order,
-        databases.connected(database) as appended,
-        databases.connected(database) as reader,
-        order.transaction(),
-        appended.transaction(),
-        reader.transaction(isolation="repeatable_read", readonly=True),
-    ):
+    async with AsyncExitStack() as stack:
+        sessions = [await stack.enter_async_context(lab.databases.connected(database)) for _ in range(3)]
+        order, appended, reader = sessions
+        for session in sessions:
+            transaction = session.transaction(isolation="repeatable_read" if session is reader else None)
+            await transaction.start()
+            stack.push_async_callback(transaction.rollback)
         await order.execute(
             "INSERT INTO orders (customer_id, currency, total_amount, status, payment_status, version, "
             "confirmed_event_id) VALUES (1, 'EUR', 1, 'confirmed', 'pending', 1, gen_random_uuid())"
