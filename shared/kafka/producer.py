@@ -17,6 +17,7 @@ import structlog
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaError
 from aiokafka.producer.message_accumulator import BatchBuilder
+from aiokafka.structs import TopicPartition
 
 from shared.errors import KafkaFailure
 from shared.kafka.connections import Connections
@@ -161,6 +162,22 @@ class IdempotentProducer:
             raise _failure(error) from error
         return future
 
+    def submit(self, batch: RecordBatch) -> asyncio.Future[object]:
+        """Give the batch to the client at once; the future tells its acknowledgement, or what `failure_of` reads.
+
+        The relay's way: `hand_over` without a coroutine and a timer for each batch. The topic's partitions must be
+        known (`partition_count`), and no other batch of this partition may be with the client. The caller watches
+        the clock. Raises KafkaFailure.
+        """
+        place = TopicPartition(batch.topic, batch.partition)
+        accumulator = self._producer._message_accumulator
+        if accumulator._exception is not None:
+            raise KafkaFailure(f"the client has failed: {accumulator._exception}"[:300])
+        if accumulator._closed or accumulator._batches.get(place):
+            raise KafkaFailure(f"the client takes no batch for {batch.topic}/{batch.partition} now")
+        future: asyncio.Future[object] = accumulator._append_batch(batch.close(), place).future
+        return future
+
     async def acknowledged(self, future: asyncio.Future[object], deadline_seconds: float) -> None:
         """Return when the broker acknowledged the batch. Raises KafkaFailure: abandon this producer then."""
         try:
@@ -198,6 +215,18 @@ class IdempotentProducer:
             if not batch.future.done():
                 batch.future.cancel()
         accumulator._closed = True
+
+
+def failure_of(submitted: asyncio.Future[object]) -> KafkaFailure | None:
+    """Return why a batch that was submitted failed, or None when it was acknowledged."""
+    if submitted.cancelled():
+        return KafkaFailure("the client cancelled a batch by itself")
+    error = submitted.exception()
+    if error is None:
+        return None
+    if isinstance(error, KafkaError):
+        return _failure(error)
+    return KafkaFailure(f"{type(error).__name__}: {error}"[:300])
 
 
 def _failure(error: KafkaError) -> KafkaFailure:

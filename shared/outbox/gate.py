@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,8 +19,7 @@ import prometheus_client as prometheus
 
 from shared import failpoints
 from shared.errors import KafkaFailure
-from shared.kafka.producer import IdempotentProducer, RecordBatch
-from shared.lifecycle import is_cancelled
+from shared.kafka.producer import IdempotentProducer, RecordBatch, failure_of
 from shared.outbox.leases import Lease
 from shared.outbox.log import POSTGRES_EPOCH_US
 from shared.outbox.parking import Place
@@ -50,7 +49,7 @@ class Bucket:
     def advance(self) -> bool:
         """Move over the contiguous acknowledged prefix; tell whether there is progress to record."""
         waiting = self.waiting
-        while waiting and (waiting[0][1] is None or waiting[0][1].acknowledged):
+        while waiting and (waiting[0][1] is None or waiting[0][1].acknowledged_at):
             self.acknowledged_up_to = waiting.popleft()[0]
         return self.acknowledged_up_to > self.recorded_up_to
 
@@ -69,7 +68,8 @@ class Bucket:
 class Batch:
     """A record batch on its way: up to which position of which buckets its events reach, and when they were created.
 
-    `released` are the positions of parked events in it; they are behind the cursor and settled by themselves.
+    Times are microseconds as PostgreSQL counts them; `acknowledged_at` is 0 until then. `released` are the positions of
+    parked events in it; they are behind the cursor and settled by themselves.
     """
 
     records: RecordBatch
@@ -77,7 +77,7 @@ class Batch:
     released: list[tuple[Bucket, int]] = field(default_factory=list)
     created_at: list[int] = field(default_factory=list)
     size_bytes: int = 0
-    acknowledged: bool = False
+    acknowledged_at: int = 0
 
     def reaches(self, bucket: Bucket, position: int) -> None:
         """Note the last event of a bucket that was added."""
@@ -112,14 +112,18 @@ class RefusedBatch(KafkaFailure):
 
 @dataclass(slots=True)
 class _Lane:
-    """A partition's batches: the one with the client, and those that wait for it."""
+    """A partition's batches: whether one is with the client, since when, and those that wait for it."""
 
     waiting: deque[Batch] = field(default_factory=deque)
-    sending: asyncio.Task[None] | None = None
+    sent_at: float = 0.0
 
 
 class Gate:
-    """Sends batches, each partition's one after the other, until the first failure closes it for all of them."""
+    """Sends batches, each partition's one after the other, until the first failure closes it for all of them.
+
+    No task and no timer for each batch: under a steady trickle these would be most of the relay's work. `watch` looks
+    at the clock for all of them.
+    """
 
     def __init__(
         self,
@@ -135,74 +139,111 @@ class Gate:
         self._on_acknowledged = on_acknowledged
         self._on_closed = on_closed
         self._lanes: dict[Place, _Lane] = {}
+        self._in_flight = 0
+        self._at_rest = asyncio.Event()
         self._stopping = False
+        self._producer_answers = True
+        self._counted: list[Batch] = []
 
     def put(self, batch: Batch) -> None:
         """Send the batch after those of its partition that wait already."""
-        lane = self._lanes.setdefault(batch.place, _Lane())
+        lane = self._lanes.get(batch.place)
+        if lane is None:
+            lane = self._lanes[batch.place] = _Lane()
         self.buffered_bytes += batch.size_bytes
         lane.waiting.append(batch)
-        if lane.sending is None and self.failure is None and not self._stopping:
-            lane.sending = asyncio.create_task(self._send_in_turn(lane), name=f"relay lane {batch.place}")
+        if not lane.sent_at:
+            self._send_next(lane)
 
     def fail(self, error: Exception) -> None:
         """Close the gate: nothing that has not left yet leaves any more."""
         if self.failure is None:
             self.failure = error
+        self._at_rest.set()
         self._on_closed()
 
     async def finish(self, deadline_seconds: float) -> None:
         """Let what is with the client arrive, and send nothing else."""
         self._stopping = True
-        sending = self._sending()
-        if sending:
-            await asyncio.wait(sending, timeout=deadline_seconds)
+        if self._in_flight:
+            await wait_for(self._at_rest, deadline_seconds)
 
-    async def close(self) -> None:
-        """End the lanes. They wait for the network only; no query is cut off."""
+    def close(self) -> None:
+        """Send nothing else and heed no answer any more."""
         self._stopping = True
-        sending = self._sending()
-        for task in sending:
-            task.cancel()
-        await asyncio.gather(*sending, return_exceptions=True)
+        self._producer_answers = False
+        self.count()
 
-    def _sending(self) -> list[asyncio.Task[None]]:
-        return [lane.sending for lane in self._lanes.values() if lane.sending is not None]
+    async def watch(self) -> None:
+        """Close the gate when a batch has been with the client for longer than the deadline. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(min(1.0, self._deadline_seconds / 4))
+            now = time.monotonic()
+            for (topic, partition), lane in self._lanes.items():
+                if lane.sent_at and now - lane.sent_at > self._deadline_seconds:
+                    self.fail(
+                        KafkaFailure(f"{topic}/{partition}: no acknowledgement within {self._deadline_seconds:g} s")
+                    )
 
-    async def _send_in_turn(self, lane: _Lane) -> None:
+    def _send_next(self, lane: _Lane) -> None:
+        if not lane.waiting or self.failure is not None or self._stopping:
+            return
+        batch = lane.waiting.popleft()
         try:
-            while lane.waiting and self.failure is None and not self._stopping:
-                await self._send(lane.waiting.popleft())
-        finally:
-            lane.sending = None
-
-    async def _send(self, batch: Batch) -> None:
-        topic, partition = batch.place
-        try:
-            handed_over = await self._producer.hand_over(batch.records, self._deadline_seconds)
-            failpoints.hit("R2")
-            await self._producer.acknowledged(handed_over, self._deadline_seconds)
-            failpoints.hit("R3")
-        except asyncio.CancelledError:
-            if is_cancelled():
-                raise
-            self.fail(KafkaFailure("the client cancelled a batch by itself"))
-        except KafkaFailure as failure:
-            detail = f"{topic}/{partition}: {failure.detail}"
-            self.fail(RefusedBatch(batch, detail) if failure.permanent else KafkaFailure(detail, remedy=failure.remedy))
+            submitted = self._producer.submit(batch.records)
         except Exception as error:
             self.fail(error)
-        else:
-            batch.acknowledged = True
-            _count(batch)
+            return
+        lane.sent_at = time.monotonic()
+        self._in_flight += 1
+        self._at_rest.clear()
+        failpoints.hit("R2")
+        submitted.add_done_callback(lambda answer: self._answered(lane, batch, answer))
+
+    def _answered(self, lane: _Lane, batch: Batch, answer: asyncio.Future[object]) -> None:
+        """Take the broker's answer. Runs in the event loop's own call: whatever it raises must close the gate."""
+        lane.sent_at = 0.0
+        self._in_flight -= 1
+        failure = failure_of(answer)
+        if not self._producer_answers:
+            return
+        topic, partition = batch.place
+        if failure is not None:
+            detail = f"{topic}/{partition}: {failure.detail}"
+            self.fail(RefusedBatch(batch, detail) if failure.permanent else KafkaFailure(detail, remedy=failure.remedy))
+            return
+        failpoints.hit("R3")
+        try:
+            batch.acknowledged_at = _now()
+            self._counted.append(batch)
             self._on_acknowledged(batch)
+            self._send_next(lane)
+        except Exception as error:
+            self.fail(error)
+        if not self._in_flight:
+            self._at_rest.set()
+
+    def count(self) -> None:
+        """Bring the metrics up to date with what was acknowledged since the last time."""
+        counted, self._counted = self._counted, []
+        if not counted:
+            return
+        now = _now()
+        events: defaultdict[str, int] = defaultdict(int)
+        created_at: list[int] = []
+        for batch in counted:
+            events[batch.records.topic] += len(batch.created_at)
+            waited = now - batch.acknowledged_at
+            created_at += [created + waited for created in batch.created_at]
+        for topic, count in events.items():
+            EVENTS.labels(topic).inc(count)
+        BATCHES.inc(len(counted))
+        BYTES.inc(sum(batch.records.size_bytes for batch in counted))
+        LATENCY.observe_since(created_at, now, 1_000_000)
 
 
-def _count(batch: Batch) -> None:
-    EVENTS.labels(batch.records.topic).inc(len(batch.created_at))
-    BATCHES.inc()
-    BYTES.inc(batch.records.size_bytes)
-    LATENCY.observe_since(batch.created_at, time.time_ns() // 1000 - POSTGRES_EPOCH_US, 1_000_000)
+def _now() -> int:
+    return time.time_ns() // 1000 - POSTGRES_EPOCH_US
 
 
 async def wait_for(event: asyncio.Event, seconds: float) -> None:

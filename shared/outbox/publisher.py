@@ -22,8 +22,8 @@ from shared.outbox import parking
 from shared.outbox.backlog import refusal
 from shared.outbox.building import BatchBuilding
 from shared.outbox.gate import Batch, Bucket, Gate, wait_for
-from shared.outbox.leases import BucketLeases
-from shared.outbox.log import LogReader, OutboxLog, Page, Row
+from shared.outbox.leases import BucketLeases, Lease
+from shared.outbox.log import LogReader, OutboxLog, Page, ProgressWriter, Row
 from shared.outbox.parking import Aside, Suspects
 
 log = structlog.get_logger(__name__)
@@ -44,7 +44,7 @@ class PublisherSettings:
 
     poll_seconds: float = 0.5
     first_poll_seconds: float = 0.02
-    pace_seconds: float = 0.003
+    pace_seconds: float = 0.005
     progress_interval_seconds: float = 0.05
     delivery_deadline_seconds: float = 45.0
     stop_deadline_seconds: float = 5.0
@@ -94,6 +94,8 @@ class Publisher:
         self._on_healthy = on_healthy
         self._gate = Gate(producer, settings.delivery_deadline_seconds, self._acknowledged, self._wake_all)
         self._buckets: dict[int, Bucket] = {}
+        self._giving_back: set[int] = set()
+        self._followed: Mapping[int, Lease] = {}
         self._aside = Aside({}, set())
         self._released_to_settle: list[tuple[Bucket, int]] = []
         self._released_in_flight = 0
@@ -105,12 +107,14 @@ class Publisher:
     async def run(self) -> None:
         """Publish until `stopping` is set; raises the failure that closed the gate."""
         recorder = asyncio.create_task(self._record_progress(), name="relay progress")
+        watch = asyncio.create_task(self._gate.watch(), name="relay deadlines")
         try:
             await self._read_and_build()
             if self._gate.failure is None:
                 await self._gate.finish(self._settings.stop_deadline_seconds)
         finally:
-            await self._gate.close()
+            watch.cancel()  # it only sleeps
+            self._gate.close()
             self._finished = True
             self._progress.set()
             await recorder
@@ -144,9 +148,11 @@ class Publisher:
                     if ahead is None:
                         if not (self._has_room and self._leases.valid and self._buckets):
                             await wait_for(self._wakeup, poll)
+                            poll = min(2 * poll, self._settings.poll_seconds)
                             continue
-                        ahead = asyncio.create_task(self._read(reader, {}))
-                    page, ahead = await ahead, None
+                        page = await self._read(reader, {})
+                    else:
+                        page, ahead = await ahead, None
                     if page.more and self._has_room and self._leases.valid:
                         # The server reads on while this process builds.
                         ahead = asyncio.create_task(self._read(reader, page.last_positions))
@@ -181,8 +187,11 @@ class Publisher:
         return _Read(rows, buckets, last_positions, more)
 
     def _in_turn(self) -> dict[int, Bucket]:
-        """Return the buckets, beginning elsewhere each time: a page that fills up leaves out the last ones."""
-        numbers = list(self._buckets)
+        """Return the buckets, beginning elsewhere each time: a page that fills up leaves out the last ones.
+
+        What is to be given back is not read any more, or it would never come to rest.
+        """
+        numbers = [n for n in self._buckets if n not in self._giving_back] if self._giving_back else list(self._buckets)
         self._turn = (self._turn + len(numbers) // 3 + 1) % max(1, len(numbers))
         return {number: self._buckets[number] for number in numbers[self._turn :] + numbers[: self._turn]}
 
@@ -205,8 +214,11 @@ class Publisher:
     async def _follow_leases(self, connection: AsyncConnection) -> None:
         """Take up buckets that were gained, drop those that were lost, give back what is beyond the fair share."""
         held = self._leases.held
-        self._drop([n for n, bucket in self._buckets.items() if held.get(n) != bucket.lease])
-        surplus = set(self._leases.surplus())
+        if held is self._followed and len(held) == len(self._buckets) and not self._giving_back:
+            return  # a refresh makes a new dict; what is lost or given back leaves both
+        self._followed = held
+        self._drop([n for n, bucket in self._buckets.items() if held.get(n) is not bucket.lease])
+        surplus = self._giving_back = set(self._leases.surplus())
         gained = [number for number in held if number not in self._buckets and number not in surplus]
         if gained:
             aside = await parking.read_aside(connection, gained)
@@ -323,31 +335,33 @@ class Publisher:
     async def _record_progress(self) -> None:
         """Write progress when there is some, at most once an interval; a last time when the publisher ends."""
         try:
-            async with self._outbox.connect() as connection:
+            async with self._outbox.progress_writer() as writer:
                 finished = False
                 while not finished:
                     await self._progress.wait()
                     self._progress.clear()
                     finished = self._finished
-                    await self._record(connection)
+                    await self._record(writer)
+                    self._gate.count()
                     if not finished:
                         await asyncio.sleep(self._settings.progress_interval_seconds)
         except Exception as error:
             self._gate.fail(error)
 
-    async def _record(self, connection: AsyncConnection) -> None:
+    async def _record(self, writer: ProgressWriter) -> None:
         published = [
             (number, bucket.lease.epoch, bucket.acknowledged_up_to)
             for number, bucket in self._buckets.items()
             if bucket.acknowledged_up_to > bucket.recorded_up_to
         ]
         if published:
-            recorded = await self._outbox.write_progress(connection, self._leases.owner, published)
+            recorded = await writer.write(self._leases.owner, published)
             self._note_recorded(published, recorded)
         released = list(self._released_to_settle)
         if released:
             settled = [(bucket.lease.bucket, bucket.lease.epoch, position) for bucket, position in released]
-            await parking.settle_published(connection, self._leases.owner, settled)
+            async with self._outbox.connect() as connection:
+                await parking.settle_published(connection, self._leases.owner, settled)
             del self._released_to_settle[: len(released)]
 
     def _note_recorded(self, published: Sequence[tuple[int, int, int]], recorded: set[int]) -> None:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
+from aiokafka.errors import KafkaError
 from sqlalchemy import text
 
 from chargeonce.stack import KafkaBroker
@@ -53,26 +54,35 @@ class Broker:
         self.most_in_flight = 0
         self.failed = False
         self.after_failure = 0
+        self.answering: set[asyncio.Task[None]] = set()
 
     def new_batch(self, topic: str, partition: int, max_bytes: int | None = None) -> FewRecords:
         return FewRecords(topic, partition, self.room)
 
-    async def hand_over(self, batch: FewRecords, deadline_seconds: float) -> FewRecords:
+    def submit(self, batch: FewRecords) -> asyncio.Future[object]:
         self.after_failure += self.failed
         self.handed_over.append(batch)
         place = (batch.topic, batch.partition)
         self.in_flight[place] += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight[place])
-        return batch
+        future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        self.answering.add(asyncio.create_task(self.answer_to(batch, future)))
+        return future
 
-    async def acknowledged(self, batch: FewRecords, deadline_seconds: float) -> None:
+    async def answer_to(self, batch: FewRecords, future: asyncio.Future[object]) -> None:
         await asyncio.sleep(0.01)
-        while (verdict := self.answer(batch)) is None:
-            await asyncio.sleep(0.01)
+        try:
+            while (verdict := self.answer(batch)) is None:
+                await asyncio.sleep(0.01)
+        except asyncio.CancelledError:
+            future.cancel()
+            return
         self.in_flight[batch.topic, batch.partition] -= 1
         if not verdict:
             self.failed = True
-            raise KafkaFailure("refused by the test")
+            future.set_exception(KafkaError("refused by the test"))
+        else:
+            future.set_result(None)
 
     def known_partition_count(self, topic: str) -> int | None:
         return None
@@ -250,7 +260,4 @@ async def test_f8_a_burst_into_an_empty_analysed_log_is_read_by_index(outbox: Ou
 def test_batches_are_what_the_kit_sends() -> None:
     """The fake has every method of a record batch that the publisher uses, under the same names."""
     assert all(hasattr(RecordBatch, name) for name in ("add", "size_bytes", "topic", "partition"))
-    assert all(
-        hasattr(IdempotentProducer, name)
-        for name in ("new_batch", "hand_over", "acknowledged", "known_partition_count")
-    )
+    assert all(hasattr(IdempotentProducer, name) for name in ("new_batch", "submit", "known_partition_count"))

@@ -105,9 +105,9 @@ async def test_f5_progress_of_a_stale_epoch_is_not_recorded(outbox: OutboxUnderT
         await outbox.drained()
         log = OutboxLog(outbox.database)
         bucket, lease = next(iter(leases.held.items()))
-        async with log.connect() as connection:
-            assert await log.write_progress(connection, leases.owner, [(bucket, lease.epoch - 1, 10**9)]) == set()
-            assert await log.write_progress(connection, leases.owner, [(bucket, lease.epoch, 10**9)]) == {bucket}
+        async with log.progress_writer() as progress:
+            assert await progress.write(leases.owner, [(bucket, lease.epoch - 1, 10**9)]) == set()
+            assert await progress.write(leases.owner, [(bucket, lease.epoch, 10**9)]) == {bucket}
 
 
 async def test_f3_a_held_snapshot_and_an_open_writer_elsewhere_delay_no_other_key(outbox: OutboxUnderTest) -> None:
