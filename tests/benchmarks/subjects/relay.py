@@ -54,22 +54,18 @@ def _note_when_joined() -> asyncio.Future[float]:
 def _note_acknowledgements() -> list[tuple[float, int, int]]:
     """Return the list that grows by (monotonic time, partition, records) with each acknowledged batch."""
     batches: list[tuple[float, int, int]] = []
-    handed_over: dict[int, tuple[int, int]] = {}
-    hand_over, acknowledged = IdempotentProducer.hand_over, IdempotentProducer.acknowledged
+    submit = IdempotentProducer.submit
 
-    async def noted_hand_over(
-        producer: IdempotentProducer, batch: RecordBatch, deadline_seconds: float
-    ) -> asyncio.Future[object]:
-        handed = await hand_over(producer, batch, deadline_seconds)
-        handed_over[id(handed)] = (batch.partition, batch.record_count)
-        return handed
+    def noted_submit(producer: IdempotentProducer, batch: RecordBatch) -> asyncio.Future[object]:
+        submitted = submit(producer, batch)
+        partition, records = batch.partition, batch.record_count
 
-    async def noted_acknowledged(
-        producer: IdempotentProducer, future: asyncio.Future[object], deadline_seconds: float
-    ) -> None:
-        await acknowledged(producer, future, deadline_seconds)
-        batches.append((time.monotonic(), *handed_over.pop(id(future))))
+        def note(answer: asyncio.Future[object]) -> None:
+            if not answer.cancelled() and answer.exception() is None:
+                batches.append((time.monotonic(), partition, records))
 
-    setattr(IdempotentProducer, "hand_over", noted_hand_over)  # noqa: B010
-    setattr(IdempotentProducer, "acknowledged", noted_acknowledged)  # noqa: B010
+        submitted.add_done_callback(note)
+        return submitted
+
+    setattr(IdempotentProducer, "submit", noted_submit)  # noqa: B010
     return batches

@@ -12,6 +12,7 @@ import pytest
 from shared.failpoints import POINTS
 from tests.faults.relays.fleet import LEASE_SECONDS, eventually
 from tests.faults.relays.scenario import Scenario
+from tests.support.outbox import scalar
 
 # A relay looks for free buckets three times a lease, so those of a dead one are found a third of a lease late.
 FOUND_AFTER_SECONDS = LEASE_SECONDS * 4 / 3
@@ -153,7 +154,9 @@ async def test_f5_a_relay_frozen_while_it_renews_its_leases_is_succeeded_as_soon
         await transaction.start()
         last = await holder.fetchval("SELECT max(bucket) FROM outbox_bucket")
         await holder.execute("SELECT FROM outbox_bucket WHERE bucket = $1 FOR NO KEY UPDATE", last)
-        await eventually(lambda: holder.fetchval(WAITING_FOR_LOCK), what="the relay waits in mid-renewal")
+        await eventually(
+            lambda: scalar(scenario.outbox.database, WAITING_FOR_LOCK), what="the relay waits in mid-renewal"
+        )
         since = time.time()
         fleet.signal("frozen", signal.SIGSTOP)
         await transaction.rollback()  # now the server renews, and hears nothing more of this transaction
