@@ -33,8 +33,8 @@ def section(results: list[dict[str, Any]]) -> str:
         f"Measured {results[-1]['measured_at'][:10]} on {machine['cores']} cores ({machine['cpu']}), "
         f"{machine['memory_mb'] / 1024:.0f} GiB, {machine['system']}; Python {machine['python']} with "
         f"{results[0]['event_loop']}, PostgreSQL {machine['postgres']}, Kafka {machine['kafka']}, "
-        f"aiokafka {machine['aiokafka']}, asyncpg {machine['asyncpg']}. Other programs used "
-        f"{max(result['machine']['busy_before_percent'] for result in results):.0f} % of the machine just before.",
+        f"aiokafka {machine['aiokafka']}, asyncpg {machine['asyncpg']}. Meanwhile other programs used up to "
+        f"{max(share for result in results for share in result['other_programs_percent'].values()):.0f} % of it.",
         "",
         "| measure | value | baseline | ratio | target | met | rounds, lowest to highest |",
         "|---|---|---|---|---|---|---|",
