@@ -27,8 +27,9 @@ from shared.kafka.settings import KafkaSettings
 from shared.kafka.topics import TopicSpec, ensure_topics
 from shared.lifecycle import describe
 from shared.migrations import alembic_config, upgrade
+from shared.outbox.commands import parked_app
 from shared.outbox.topics import register_topics
-from shared.settings import ServiceSettings
+from shared.settings import OUTBOX_CHANNEL, ServiceSettings
 from shared.web import serve
 
 log = structlog.get_logger(__name__)
@@ -85,7 +86,24 @@ def service_app(
             settings = _configured(settings_class)
             asyncio.run(make_topics(settings.kafka("topics"), owned_topics(settings), wait_seconds))
 
+    outbox = typer.Typer(no_args_is_help=True, help="what waits to be published, for the person on call")
+    outbox.add_typer(parked_app(lambda work: _operate(settings_class, work), OUTBOX_CHANNEL), name="parked")
+    app.add_typer(outbox, name="outbox")
     return app
+
+
+def _operate(settings_class: type[S], work: Callable[[Database], Coroutine[Any, Any, None]]) -> None:
+    """Run an operator's work on the service's database; exit status 2 and one line when it cannot be done."""
+
+    async def run() -> None:
+        database = Database(_configured(settings_class).database("operator", pool_size=2))
+        try:
+            await work(database)
+        finally:
+            await database.close()
+
+    with readable_errors(settings_class.service):
+        asyncio.run(run())
 
 
 def _configured(settings_class: type[S]) -> S:

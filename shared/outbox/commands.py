@@ -1,0 +1,181 @@
+"""The operator's commands on an outbox: `… outbox parked list | show | release | discard`."""
+
+import json
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any
+from uuid import UUID
+
+import typer
+
+from shared.database import Database
+from shared.errors import InvalidInput
+from shared.outbox.parked_events import (
+    ParkedDetails,
+    ParkedEvent,
+    Selection,
+    discard,
+    list_parked,
+    release_all,
+    release_key_of,
+    show_parked,
+    summarize,
+)
+
+Run = Callable[[Callable[[Database], Coroutine[Any, Any, None]]], None]
+"""Runs an operator's work with the service's database, and turns errors into one readable line."""
+
+By = Annotated[str, typer.Option("--by", help="who decides this; recorded")]
+Topic = Annotated[str | None, typer.Option("--topic", help="only events of this topic")]
+ReasonContains = Annotated[str | None, typer.Option("--reason-contains", help="only events with this in their reason")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="tell what would happen and change nothing")]
+AsJson = Annotated[bool, typer.Option("--json", help="for machines")]
+
+_MEANING = "Their orders are not charged until these are released and published; all other orders are."
+
+
+def parked_app(run: Run, channel: str) -> typer.Typer:
+    """Return the commands on parked events; `channel` is the one that wakes the relay."""
+    app = typer.Typer(no_args_is_help=True, help="events that the broker refused for good, and those behind them")
+
+    @app.command("list")
+    def list_(
+        topic: Topic = None,
+        reason_contains: ReasonContains = None,
+        limit: Annotated[int, typer.Option(min=1, max=10_000)] = 100,
+        as_json: AsJson = False,
+    ) -> None:
+        """List what is parked, in the order in which it would be published."""
+        run(lambda database: _list(database, Selection(topic, reason_contains), limit, as_json=as_json))
+
+    @app.command()
+    def show(
+        event_id: UUID,
+        payload: Annotated[bool, typer.Option("--payload", help="also the payload, which has personal data")] = False,
+        as_json: AsJson = False,
+    ) -> None:
+        """Show one parked event, and how it ended if it did."""
+        run(lambda database: _show(database, event_id, payload=payload, as_json=as_json))
+
+    @app.command()
+    def release(
+        by: By,
+        event_id: Annotated[UUID | None, typer.Argument(help="releases everything parked of its key")] = None,
+        everything: Annotated[bool, typer.Option("--all", help="release every key, or those of the options")] = False,
+        topic: Topic = None,
+        reason_contains: ReasonContains = None,
+        dry_run: DryRun = False,
+    ) -> None:
+        """Let the relay publish what is parked, in order, before anything newer of its keys. First mend the cause."""
+        selection = Selection(topic, reason_contains)
+        run(
+            lambda database: _release(
+                database, event_id, selection, by, channel, everything=everything, dry_run=dry_run
+            )
+        )
+
+    @app.command("discard")
+    def discard_(
+        event_id: UUID,
+        by: By,
+        reason: Annotated[str, typer.Option("--reason", help="why it may be lost; recorded")],
+        dry_run: DryRun = False,
+    ) -> None:
+        """Give one event up for ever: nothing will ever be charged or done by it."""
+        run(lambda database: _discard(database, event_id, by, reason, dry_run=dry_run))
+
+    return app
+
+
+async def _list(database: Database, selection: Selection, limit: int, *, as_json: bool) -> None:
+    events = await list_parked(database, selection, limit)
+    summary = await summarize(database, selection)
+    if as_json:
+        found = {"keys": summary.keys, "refused": summary.refused, "waiting": summary.waiting}
+        typer.echo(json.dumps({**found, "events": [event.as_json() for event in events]}, indent=2))
+        return
+    for event in events:
+        typer.echo(_line(event))
+    if not events:
+        typer.echo("nothing is parked")
+        return
+    if len(events) < summary.refused + summary.waiting:
+        typer.echo(f"… and {summary.refused + summary.waiting - len(events)} more (--limit)")
+    typer.echo(
+        f"{summary.refused} refused and {summary.waiting} waiting behind them, of {summary.keys} keys. {_MEANING}"
+    )
+
+
+def _line(event: ParkedEvent) -> str:
+    state = "refused" if event.refused else "waiting"
+    released = f", released by {event.released_by}" if event.released_at else ""
+    return (
+        f"{event.event_id} {event.event_type} key {event.key} {state}{released} "
+        f"since {event.parked_at:%Y-%m-%d %H:%M:%S}Z: {event.reason}"
+    )
+
+
+async def _show(database: Database, event_id: UUID, *, payload: bool, as_json: bool) -> None:
+    found = await show_parked(database, event_id)
+    fields = _fields(found)
+    if payload:
+        fields["payload"] = found.payload.decode(errors="replace")
+    if as_json:
+        typer.echo(json.dumps(fields, indent=2))
+    else:
+        for name, value in fields.items():
+            typer.echo(f"{name}: {value}")
+
+
+def _fields(found: ParkedDetails) -> dict[str, Any]:
+    return {
+        **found.event.as_json(),
+        "created_at": str(found.created_at),
+        "headers": dict(found.headers),
+        "size_bytes": found.size_bytes,
+        "outcome": found.outcome,
+        "settled_at": str(found.settled_at) if found.settled_at else None,
+        "settled_by": found.settled_by,
+        "note": found.note,
+    }
+
+
+async def _release(
+    database: Database,
+    event_id: UUID | None,
+    selection: Selection,
+    by: str,
+    channel: str,
+    *,
+    everything: bool,
+    dry_run: bool,
+) -> None:
+    if (event_id is None) != everything:
+        raise InvalidInput("name one event id, or say --all (with --topic or --reason-contains for some of them)")
+    if event_id is not None and selection != Selection():
+        raise InvalidInput("--topic and --reason-contains belong to --all; an event id releases its own key")
+    if event_id is None:
+        count = await release_all(database, selection, _named(by), channel, dry_run=dry_run)
+    else:
+        count = await release_key_of(database, event_id, _named(by), channel, dry_run=dry_run)
+    if dry_run:
+        typer.echo(f"{count} events would be published, each key's in order. Nothing was changed")
+    else:
+        typer.echo(
+            f"{count} events are released: a relay publishes them now, each key's in order. `outbox parked list`"
+        )
+
+
+async def _discard(database: Database, event_id: UUID, by: str, reason: str, *, dry_run: bool) -> None:
+    if not reason.strip():
+        raise InvalidInput("--reason is empty; say why this event may be lost")
+    left = await discard(database, event_id, _named(by), reason.strip(), dry_run=dry_run)
+    done = "would be discarded; nothing was changed" if dry_run else "is discarded: nothing will ever be charged by it"
+    typer.echo(f"event {event_id} {done}")
+    if left:
+        typer.echo(f"{left} later events of its key still wait: `outbox parked release` with the id of one of them")
+
+
+def _named(by: str) -> str:
+    if not by.strip():
+        raise InvalidInput("--by is empty; say who decides this")
+    return by.strip()

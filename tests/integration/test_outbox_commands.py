@@ -1,0 +1,191 @@
+"""The operator's commands on parked events, as processes on a real database; end to end with a real relay and Kafka."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+from sqlalchemy import text
+
+from chargeonce.stack import KafkaBroker
+from shared.identifiers import new_event_id
+from shared.outbox.append import OutgoingEvent
+from tests.support.outbox import OutboxUnderTest, outbox_under_test, scalar
+
+REPOSITORY = Path(__file__).parents[2]
+SECRET = "secret of a customer"
+
+
+@pytest.fixture
+async def outbox(database_url: str, kafka: KafkaBroker, unique_name: str) -> AsyncIterator[OutboxUnderTest]:
+    async with outbox_under_test(database_url, kafka.bootstrap_servers, unique_name) as made:
+        yield made
+
+
+@dataclass
+class Answer:
+    status: int
+    said: str
+    complained: str
+
+
+async def command(outbox: OutboxUnderTest, *arguments: str) -> Answer:
+    """Run `order-service outbox parked …`."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", "from order_service.cli import main; main()", "outbox", "parked", *arguments),
+        env={**os.environ, "ORDER_SERVICE_DATABASE_URL": outbox.database.settings.url, "COLUMNS": "400"},
+        cwd=REPOSITORY,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    said, complained = await process.communicate()
+    assert process.returncode is not None
+    return Answer(process.returncode, said.decode(), complained.decode())
+
+
+async def park(outbox: OutboxUnderTest, *events: OutgoingEvent) -> None:
+    """Park events, the first of each key as refused."""
+    await outbox.publish(*events)
+    async with outbox.database.engine.begin() as connection:
+        await connection.execute(
+            text(
+                "INSERT INTO outbox_parked (bucket, position, event_id, topic, key, event_type, payload, headers, "
+                "created_at, reason, refused) SELECT bucket, position, event_id, topic, key, event_type, payload, "
+                "headers, created_at, 'MessageSizeTooLargeError', position = min(position) OVER (PARTITION BY bucket, key) "
+                "FROM outbox_event WHERE event_id = ANY (:ids)"
+            ),
+            {"ids": [event.event_id for event in events]},
+        )
+
+
+async def released(outbox: OutboxUnderTest) -> object:
+    return await scalar(outbox.database, "SELECT count(*) FROM outbox_parked WHERE released_at IS NOT NULL")
+
+
+async def test_list_tells_what_is_parked_and_what_it_means(outbox: OutboxUnderTest) -> None:
+    assert "nothing is parked" in (await command(outbox, "list")).said
+    first, second = outbox.event("order-1", 0, payload=SECRET.encode()), outbox.event("order-1", 1)
+    await park(outbox, first, second, outbox.event("order-2", 0))
+    told = await command(outbox, "list")
+    assert told.status == 0
+    assert f"{first.event_id} test.happened.v1 key order-1 refused since" in told.said
+    assert "2 refused and 1 waiting behind them, of 2 keys. Their orders are not charged" in told.said
+    assert SECRET not in told.said + told.complained
+    some = json.loads((await command(outbox, "list", "--json", "--limit", "1", "--reason-contains", "sizetoo")).said)
+    assert (some["keys"], some["refused"], some["waiting"], len(some["events"])) == (2, 2, 1, 1)
+    assert json.loads((await command(outbox, "list", "--json", "--topic", "other")).said)["keys"] == 0
+
+
+async def test_show_has_the_payload_only_when_asked_for_it(outbox: OutboxUnderTest) -> None:
+    event = outbox.event("order-1", 0, payload=SECRET.encode(), headers={"traceparent": "00-1"})
+    await park(outbox, event)
+    told = await command(outbox, "show", str(event.event_id))
+    assert SECRET not in told.said + told.complained
+    assert "'traceparent': '00-1'" in told.said
+    told = await command(outbox, "show", str(event.event_id), "--json", "--payload")
+    assert json.loads(told.said)["payload"] == SECRET
+    unknown = await command(outbox, "show", str(new_event_id()))
+    assert unknown.status == 2
+    assert "outbox parked list" in unknown.complained
+
+
+async def test_release_releases_the_whole_key_and_nothing_else(outbox: OutboxUnderTest) -> None:
+    first, second = outbox.event("order-1", 0), outbox.event("order-1", 1)
+    await park(outbox, first, second, outbox.event("order-2", 0))
+    dry = await command(outbox, "release", str(second.event_id), "--by", "ada", "--dry-run")
+    assert dry.said.startswith("2 events would be published")
+    assert await released(outbox) == 0
+    told = await command(outbox, "release", str(second.event_id), "--by", "ada")
+    assert told.said.startswith("2 events are released")
+    assert await released(outbox) == 2
+    assert (
+        await scalar(outbox.database, "SELECT DISTINCT released_by FROM outbox_parked WHERE key = 'order-1'") == "ada"
+    )
+
+
+async def test_release_of_all_or_of_some(outbox: OutboxUnderTest) -> None:
+    await park(outbox, *(outbox.event(f"order-{key}", number) for key in range(3) for number in range(2)))
+    assert (await command(outbox, "release", "--all", "--by", "ada", "--topic", "other")).said.startswith("0 events")
+    some = await command(outbox, "release", "--all", "--by", "ada", "--reason-contains", "TooLarge", "--dry-run")
+    assert some.said.startswith("6 events would be")
+    assert (await command(outbox, "release", "--all", "--by", "ada")).said.startswith("6 events are released")
+    assert await released(outbox) == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["release", "--by", "ada"], "name one event id, or say --all"),
+        (["release", "--all", str(UUID(int=1)), "--by", "ada"], "name one event id, or say --all"),
+        (["release", str(UUID(int=1)), "--by", "ada", "--topic", "t"], "belong to --all"),
+        (["release", "--all", "--by", " "], "--by is empty"),
+        (["release", "--all"], "--by"),
+        (["discard", str(UUID(int=1)), "--by", "ada"], "--reason"),
+        (["discard", str(UUID(int=1)), "--by", "ada", "--reason", " "], "--reason is empty"),
+        (["discard", str(UUID(int=1)), "--by", "ada", "--reason", "x"], "no event"),
+        (["show", "not-an-id"], "UUID"),
+    ],
+)
+async def test_what_cannot_be_done_is_one_readable_line_and_changes_nothing(
+    outbox: OutboxUnderTest, arguments: list[str], message: str
+) -> None:
+    await park(outbox, outbox.event("order-1", 0))
+    told = await command(outbox, *arguments)
+    assert told.status == 2
+    assert message in told.complained
+    assert "Traceback" not in told.complained
+    assert await released(outbox) == 0
+
+
+async def test_discard_gives_up_one_event_and_tells_of_those_behind_it(outbox: OutboxUnderTest) -> None:
+    first, second = outbox.event("order-1", 0), outbox.event("order-1", 1)
+    await park(outbox, first, second)
+    arguments = ("discard", str(first.event_id), "--by", "ada", "--reason", "test data")
+    assert "nothing was changed" in (await command(outbox, *arguments, "--dry-run")).said
+    told = await command(outbox, *arguments)
+    assert "nothing will ever be charged by it" in told.said
+    assert "1 later events of its key still wait" in told.said
+    shown = json.loads((await command(outbox, "show", str(first.event_id), "--json")).said)
+    assert (shown["outcome"], shown["settled_by"], shown["note"]) == ("discarded", "ada", "test data")
+    again = await command(outbox, *arguments)
+    assert again.status == 2
+    assert "was discarded already, by ada" in again.complained
+
+
+async def test_an_event_that_is_released_is_not_discarded(outbox: OutboxUnderTest) -> None:
+    first, second = outbox.event("order-1", 0), outbox.event("order-1", 1)
+    await park(outbox, first, second)
+    await command(outbox, "release", str(first.event_id), "--by", "ada")
+    told = await command(outbox, "discard", str(second.event_id), "--by", "bob", "--reason", "x")
+    assert told.status == 2
+    assert "the relay may be sending it" in told.complained
+
+
+async def test_f13_refused_listed_discarded_and_the_rest_released(outbox: OutboxUnderTest) -> None:
+    await outbox.limit_message_bytes(20_000)
+    bad = outbox.event("order-1", 0, payload=b"order-1:0:" + b"x" * 30_000)
+    await outbox.publish(bad)
+    await outbox.publish(*(outbox.event("order-1", number) for number in range(1, 4)))
+    async with outbox.relay():
+        await outbox.drained()
+        [head, *behind] = json.loads((await command(outbox, "list", "--json")).said)["events"]
+        assert (head["event_id"], head["refused"]) == (str(bad.event_id), True)
+        assert "MessageSizeTooLarge" in head["reason"]
+        assert not any(event["refused"] for event in behind)
+        assert (await command(outbox, "discard", head["event_id"], "--by", "ada", "--reason", "too large")).status == 0
+        assert (await command(outbox, "release", behind[0]["event_id"], "--by", "ada")).status == 0
+        async with asyncio.timeout(20):
+            while await scalar(outbox.database, "SELECT count(*) FROM outbox_parked WHERE settled_at IS NULL"):
+                await asyncio.sleep(0.02)
+        await outbox.publish(outbox.event("order-1", 4))
+        await outbox.drained()
+    assert [record.value for record in await outbox.arrived()] == [
+        f"order-1:{number}".encode() for number in range(1, 5)
+    ]
