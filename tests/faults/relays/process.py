@@ -26,6 +26,7 @@ class Options:
     lease_seconds: float = 2.0
     poll_seconds: float = 0.2
     check_seconds: float = 0.5
+    metadata_age_seconds: float = 30.0
     delivery_deadline_seconds: float = 45.0
     request_timeout_seconds: float = 30.0
     clock_offset_seconds: float = 0.0
@@ -52,6 +53,7 @@ def _build(options: Options) -> FastAPI:
     from shared.settings import OUTBOX_CHANNEL
     from shared.web import create_app
 
+    _refresh_metadata_every(options.metadata_age_seconds)
     settings = DatabaseSettings(options.url, application_name="relay", pool_size=6)
     pool = relay_database(settings, options.lease_seconds)
     outbox = OutboxSettings(
@@ -72,6 +74,15 @@ def _build(options: Options) -> FastAPI:
     return create_app(
         title="Relay", version="1", database=Database(settings), other_databases=[pool], services=services
     )
+
+
+def _refresh_metadata_every(seconds: float) -> None:
+    """Let producers ask for partition counts more often than a test would like to wait."""
+    from shared.kafka import producer
+
+    client = vars(producer)["AIOKafkaProducer"]
+    age = {"metadata_max_age_ms": int(seconds * 1000)}
+    setattr(producer, "AIOKafkaProducer", lambda **options: client(**{**options, **age}))  # noqa: B010
 
 
 if __name__ == "__main__":

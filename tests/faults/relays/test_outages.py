@@ -6,7 +6,6 @@ import asyncio
 import time
 
 import asyncpg
-import pytest
 
 from shared.outbox.append import bucket_of
 from tests.faults.relays.fleet import LEASE_SECONDS, eventually
@@ -49,29 +48,23 @@ async def test_f15_the_broker_is_killed_under_load_and_comes_back(scenario: Scen
     await scenario.write()
     await fleet.start("one", "two")
     await fleet.sharing("one", "two")
-    for _ in range(2):
-        await scenario.load.more(200)
-        await broker.kill()
-        await scenario.load.more(200)
-        await broker.start()
+    await scenario.load.more(200)
+    await broker.kill()
+    await scenario.load.more(200)
+    await broker.start()
     await fleet.sharing("one", "two")
     await fleet.ready("one", "two")
     await scenario.load.more(200)
     await scenario.ends_well()
 
 
-@pytest.mark.parametrize("crash", [False, True], ids=["restarted", "killed"])
-async def test_f38_postgresql_goes_away_under_load_and_relays_come_back(scenario: Scenario, crash: bool) -> None:
-    fleet, database = scenario.fleet, scenario.servers.postgres
+async def test_f38_postgresql_is_restarted_under_load_and_relays_come_back(scenario: Scenario) -> None:
+    fleet = scenario.fleet
     await scenario.write()
     await fleet.start("one", "two")
     await fleet.sharing("one", "two")
     await scenario.load.more(200)
-    if crash:
-        await database.kill()
-        await database.start()
-    else:
-        await database.restart()
+    await scenario.servers.postgres.restart()
     await scenario.load.more(200)
     await fleet.sharing("one", "two")
     await fleet.ready("one", "two")
@@ -80,24 +73,27 @@ async def test_f38_postgresql_goes_away_under_load_and_relays_come_back(scenario
     await scenario.ends_well()
 
 
-async def test_f38_postgresql_away_for_longer_than_the_leases(scenario: Scenario) -> None:
+async def test_f38_postgresql_is_killed_under_load_and_stays_away_for_longer_than_the_leases(
+    scenario: Scenario,
+) -> None:
     fleet, database = scenario.fleet, scenario.servers.postgres
     await scenario.write()
     await fleet.start("one", "two")
     await fleet.sharing("one", "two")
     await scenario.load.more(200)
-    await database.stop()
-    stopped_at = time.monotonic()
+    killed_at = time.monotonic()
+    await database.kill()
 
     async def both_say_so() -> bool:
         return all([await fleet.reasons(name) for name in ("one", "two")])
 
     await eventually(both_say_so, what="both relays say that something is the matter")
-    await asyncio.sleep(stopped_at + 1.5 * LEASE_SECONDS - time.monotonic())
+    await asyncio.sleep(killed_at + 1.5 * LEASE_SECONDS - time.monotonic())
     await database.start()
     await fleet.sharing("one", "two")
     await fleet.ready("one", "two")
     await scenario.load.more(200)
+    assert scenario.load.retries, "the writers noticed"
     await scenario.ends_well()
 
 
@@ -113,14 +109,13 @@ async def test_f10_a_listener_whose_connection_is_cut_is_back_soon_and_polling_f
         await scenario.load.more(200)
         await fleet.ready("one", "two")
         since = time.time()
-        for _ in range(3):
-            assert await administrator.fetchval(CUT_LISTENERS) == 2
-            await scenario.load.more(100)
+        assert await administrator.fetchval(CUT_LISTENERS) == 2
+        await scenario.load.more(400)
 
-            async def both_listen() -> bool:
-                return bool(await administrator.fetchval(LISTENERS) == 2)
+        async def both_listen() -> bool:
+            return bool(await administrator.fetchval(LISTENERS) == 2)
 
-            await eventually(both_listen, what="both listen again")
+        await eventually(both_listen, what="both listen again")
         until = time.time()
         await fleet.ready("one", "two")
         await scenario.ends_well()
