@@ -12,10 +12,13 @@ from collections.abc import Callable, Mapping
 
 import asyncpg
 import structlog
+from prometheus_client import Gauge
 
 from shared.lifecycle import READY, BackgroundService, Readiness, State, describe
 
 log = structlog.get_logger(__name__)
+
+CONNECTED = Gauge("listener_connected", "Whether this process hears of new work (1) or polls for it (0).", ["channel"])
 
 _CONNECT_DEADLINE_SECONDS = 5.0
 _CALL_DEADLINE_SECONDS = 5.0
@@ -67,14 +70,19 @@ class Listener(BackgroundService):
         self._dsn = dsn
         self._callbacks = callbacks
         self._ping_seconds = ping_seconds
-        self.connected = False
+        self._hears(connected=False)
+
+    def _hears(self, *, connected: bool) -> None:
+        self.connected = connected
+        for channel in self._callbacks:
+            CONNECTED.labels(channel).set(connected)
 
     async def run(self) -> None:
         connection = await _connect(self._dsn, "listener")
         try:
             for channel, callback in self._callbacks.items():
                 await connection.add_listener(channel, lambda *_, callback=callback: callback())
-            self.connected = True
+            self._hears(connected=True)
             self.readiness = READY
             self.backoff.reset()
             for callback in self._callbacks.values():
@@ -84,7 +92,7 @@ class Listener(BackgroundService):
                 async with asyncio.timeout(_CALL_DEADLINE_SECONDS):
                     await connection.execute("SELECT 1")
         finally:
-            self.connected = False
+            self._hears(connected=False)
             self.readiness = Readiness(
                 State.DEGRADED, "not listening; polling instead, so work is found a little later"
             )

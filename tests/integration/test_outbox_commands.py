@@ -58,7 +58,8 @@ async def park(outbox: OutboxUnderTest, *events: OutgoingEvent) -> None:
             text(
                 "INSERT INTO outbox_parked (bucket, position, event_id, topic, key, event_type, payload, headers, "
                 "created_at, reason, refused) SELECT bucket, position, event_id, topic, key, event_type, payload, "
-                "headers, created_at, 'MessageSizeTooLargeError', position = min(position) OVER (PARTITION BY bucket, key) "
+                "headers, created_at, 'MessageSizeTooLargeError', "
+                "position = min(position) OVER (PARTITION BY bucket, key) "
                 "FROM outbox_event WHERE event_id = ANY (:ids)"
             ),
             {"ids": [event.event_id for event in events]},

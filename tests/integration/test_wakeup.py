@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import asyncpg
+from prometheus_client import REGISTRY
 
 from shared.lifecycle import State, running
 from shared.wakeup import Listener, Notifier
@@ -36,6 +37,7 @@ async def test_f10_a_listener_whose_connection_is_cut_sweeps_and_hears_again(dat
     listener = Listener(plain(database_url), {"channel": lambda: heard.append(None)}, ping_seconds=0.1)
     async with running([notifier, listener]):
         await until(lambda: listener.connected)
+        assert REGISTRY.get_sample_value("listener_connected", {"channel": "channel"}) == 1
         before = len(heard)
         admin = await asyncpg.connect(plain(database_url))
         await admin.execute(
@@ -62,3 +64,4 @@ async def test_f10_nothing_is_raised_while_the_database_is_away() -> None:
         notifier.signal()
         await until(lambda: listener.ready().state is State.DEGRADED)
         assert not listener.connected
+        assert REGISTRY.get_sample_value("listener_connected", {"channel": "channel"}) == 0
