@@ -27,7 +27,7 @@ from shared.kafka.settings import KafkaSettings
 from shared.kafka.topics import TopicSpec, ensure_topics
 from shared.lifecycle import describe
 from shared.migrations import alembic_config, upgrade
-from shared.outbox.commands import parked_app
+from shared.outbox.commands import add_republish, parked_app
 from shared.outbox.topics import register_topics
 from shared.settings import OUTBOX_CHANNEL, ServiceSettings
 from shared.web import serve
@@ -87,18 +87,21 @@ def service_app(
             asyncio.run(make_topics(settings.kafka("topics"), owned_topics(settings), wait_seconds))
 
     outbox = typer.Typer(no_args_is_help=True, help="what waits to be published, for the person on call")
-    outbox.add_typer(parked_app(lambda work: _operate(settings_class, work), OUTBOX_CHANNEL), name="parked")
+    parked = parked_app(lambda work: _operate(settings_class, lambda database, _: work(database)), OUTBOX_CHANNEL)
+    outbox.add_typer(parked, name="parked")
+    add_republish(outbox, lambda work: _operate(settings_class, work))
     app.add_typer(outbox, name="outbox")
     return app
 
 
-def _operate(settings_class: type[S], work: Callable[[Database], Coroutine[Any, Any, None]]) -> None:
+def _operate(settings_class: type[S], work: Callable[[Database, ServiceSettings], Coroutine[Any, Any, None]]) -> None:
     """Run an operator's work on the service's database; exit status 2 and one line when it cannot be done."""
 
     async def run() -> None:
-        database = Database(_configured(settings_class).database("operator", pool_size=2))
+        settings = _configured(settings_class)
+        database = Database(settings.database("operator", pool_size=2))
         try:
-            await work(database)
+            await work(database, settings)
         finally:
             await database.close()
 

@@ -63,6 +63,10 @@ class ServiceSettings(BaseSettings):
     outbox_retention_hours: float = Field(72.0, gt=0)
     backlog_degraded_after_seconds: Seconds = 30.0
 
+    consumers_dedup_window_days: int = Field(
+        30, ge=2, le=400, description="the least dedup window of the groups that read this service's topics"
+    )
+
     host: str = "127.0.0.1"
     port: int = Field(ge=1, le=65535)
     max_body_bytes: int = Field(262_144, ge=1024, le=10_000_000)

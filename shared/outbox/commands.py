@@ -1,14 +1,16 @@
-"""The operator's commands on an outbox: `… outbox parked list | show | release | discard`."""
+"""The operator's commands on an outbox: `… outbox parked list | show | release | discard` and `… outbox republish`."""
 
 import json
 from collections.abc import Callable, Coroutine
+from datetime import UTC, datetime
 from typing import Annotated, Any
 from uuid import UUID
 
 import typer
 
 from shared.database import Database
-from shared.errors import InvalidInput
+from shared.errors import InvalidInput, ServiceError, Unavailable
+from shared.outbox import republish as again
 from shared.outbox.parked_events import (
     ParkedDetails,
     ParkedEvent,
@@ -20,6 +22,7 @@ from shared.outbox.parked_events import (
     show_parked,
     summarize,
 )
+from shared.settings import ServiceSettings
 
 Run = Callable[[Callable[[Database], Coroutine[Any, Any, None]]], None]
 """Runs an operator's work with the service's database, and turns errors into one readable line."""
@@ -84,6 +87,68 @@ def parked_app(run: Run, channel: str) -> typer.Typer:
         run(lambda database: _discard(database, event_id, by, reason, dry_run=dry_run))
 
     return app
+
+
+Operate = Callable[[Callable[[Database, ServiceSettings], Coroutine[Any, Any, None]]], None]
+
+
+def add_republish(app: typer.Typer, operate: Operate) -> None:
+    """Add the command that publishes again."""
+
+    @app.command("republish")
+    def republish_(
+        since: Annotated[str, typer.Option("--since", help="ISO 8601 with an offset, or a duration like 12h or 3d")],
+        until: Annotated[str | None, typer.Option("--until", help="likewise; up to now when it is left out")] = None,
+        event_type: Annotated[str | None, typer.Option("--type", help="only events of this type")] = None,
+        key: Annotated[str | None, typer.Option("--key", help="only events of this key (an aggregate's id)")] = None,
+        rate: Annotated[float, typer.Option(min=0.1, max=100_000, help="events a second")] = 500.0,
+        dry_run: DryRun = False,
+    ) -> None:
+        """Publish again what was published already, for a consumer that was rebuilt. Same ids: others skip them."""
+        now = datetime.now(UTC)
+
+        async def work(database: Database, settings: ServiceSettings) -> None:
+            chosen = again.Selection(
+                again.parse_moment(since, now), again.parse_moment(until, now) if until else None, event_type, key
+            )
+            again.refuse_outside_window(chosen.since, settings.consumers_dedup_window_days, now)
+            await _republish(database, settings, chosen, rate, dry_run=dry_run)
+
+        operate(work)
+
+
+async def _republish(
+    database: Database, settings: ServiceSettings, chosen: again.Selection, rate: float, *, dry_run: bool
+) -> None:
+    plan = await again.plan(database, chosen)
+    for count in plan.counts:
+        typer.echo(
+            f"{count.events} of {count.event_type} on {count.topic}, created {count.oldest:%Y-%m-%d %H:%M:%S}Z "
+            f"to {count.newest:%Y-%m-%d %H:%M:%S}Z"
+        )
+    if plan.kept_since is None or plan.kept_since > chosen.since:
+        kept = "nothing" if plan.kept_since is None else f"what was created since {plan.kept_since:%Y-%m-%d %H:%M:%S}Z"
+        typer.echo(
+            f"the outbox keeps {kept}: older events, if there were any, are gone from it (…_OUTBOX_RETENTION_HOURS)"
+        )
+    if dry_run or not plan.events:
+        typer.echo(f"{plan.events} events would be published again. Nothing was sent")
+        return
+    sent = 0
+
+    def on_progress(events: int) -> None:
+        nonlocal sent
+        sent = events
+        typer.echo(f"{events} of {plan.events}", err=True)
+
+    try:
+        await again.republish(database, settings.kafka("republish"), chosen, again.Pace(rate), on_progress)
+    except ServiceError as error:
+        raise Unavailable(
+            f"{sent} of {plan.events} events were published again, then: {error.detail}. Run the same command once "
+            "more; what comes twice is absorbed"
+        ) from error
+    typer.echo(f"{sent} events were published again, with the ids they had")
 
 
 async def _list(database: Database, selection: Selection, limit: int, *, as_json: bool) -> None:
