@@ -46,10 +46,17 @@ POSTGRES_EPOCH_US = 946_684_800_000_000
 
 
 def relay_database(settings: DatabaseSettings, lease_seconds: float) -> Database:
-    """Return a database whose sessions plan as the relay needs it, and whose calls end before a lease does."""
+    """Return a database whose sessions plan as the relay needs it, and whose calls end before a lease does.
+
+    A relay that is frozen in the middle of a transaction holds the rows of its leases: the server ends that transaction
+    soon, so that it is succeeded no later than any other.
+    """
     return Database(
         replace(
             settings,
+            idle_in_transaction_timeout_seconds=min(
+                settings.idle_in_transaction_timeout_seconds, max(0.5, lease_seconds / 3)
+            ),
             command_timeout_seconds=min(settings.command_timeout_seconds, max(1.0, 0.8 * lease_seconds)),
             session_settings={**settings.session_settings, **PLANNER_SWITCHES},
         )
