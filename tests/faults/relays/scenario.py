@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from chargeonce.stack import Stack
 from tests.faults.relays.fleet import Fleet
-from tests.support.load import Load, load
+from tests.support.load import Committed, Load, load
 from tests.support.outbox import OutboxUnderTest, outbox_under_test
 from tests.support.recording import Recording, Told, recording
 
@@ -35,16 +35,20 @@ class Scenario:
         self._load = await self._stack.enter_async_context(load(self.outbox, events_per_second, keys))
         return self._load
 
+    async def complete(self, committed: Committed, deadline_seconds: float = 60.0) -> None:
+        """Wait until all these events have arrived."""
+        try:
+            await self.records.complete(committed, deadline_seconds)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.fleet.logs()}") from None
+
     async def ends_well(self, deadline_seconds: float = 60.0) -> Told:
         """Stop the load, then assert: no event lost, first copies of every key in order, every relay still running."""
         await self.load.stop()
-        try:
-            await self.records.complete(self.load.committed, deadline_seconds)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.fleet.logs()}") from None
+        await self.complete(self.load.committed, deadline_seconds)
         await self.outbox.drained()
         await self.fleet.end()
-        await self.records.complete(self.load.committed, deadline_seconds)
+        await self.complete(self.load.committed, deadline_seconds)
         self.told = self.records.check(self.load.committed)
         return self.told
 

@@ -151,7 +151,7 @@ async def test_f3_an_open_write_transaction_and_a_held_snapshot_delay_nobody_els
         await held.commit()
         scenario.load.committed[event.event_id] = held_key, 0
         await scenario.load.more(100)
-        await scenario.records.complete(dict(scenario.load.committed))
+        await scenario.complete(dict(scenario.load.committed))
         await snapshot.rollback()
         await scenario.ends_well()
         assert max(scenario.records.first_delays(since, until)) < 1.0

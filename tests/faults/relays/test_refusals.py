@@ -56,7 +56,7 @@ async def test_f12_f13_refused_events_step_aside_under_load_and_come_back_in_ord
 
     await eventually(refused_are_parked, what="the refused events are parked")
     others = {event_id: told for event_id, told in load.committed.items() if told[0] not in bad or told[1] == 0}
-    await scenario.records.complete(others)
+    await scenario.complete(others)
     assert len(await outbox.parked()) == 3 * len(bad)
     await fleet.ready("one", "two")
     await fleet.start("three")  # who takes a bucket over keeps its parked keys waiting
@@ -125,7 +125,7 @@ async def test_f46_nothing_overtakes_a_refused_first_batch_of_a_fresh_producer(s
         await outbox.publish(*events)
         load.committed.update({event.event_id: (key, number) for number, event in enumerate(events)})
     await fleet.start("one")
-    await scenario.records.complete(load.committed)
+    await scenario.complete(load.committed)
     assert await fleet.metric("one", REFUSED) >= 1, "the first batch was refused"
     await scenario.ends_well()
     assert await outbox.parked() == [], "no event was at fault"
@@ -198,7 +198,7 @@ async def test_a_topic_that_is_made_after_the_relays_started_is_written_without_
         return later.name in reasons and "`topics` command" in reasons
 
     for name in ("one", "two"):
-        await eventually(lambda name=name: says_so(name), what=f"{name} tells what to do")  # type: ignore[misc]
+        await eventually(lambda name=name: says_so(name), what=f"{name} tells what to do", deadline_seconds=90)  # type: ignore[misc]
     assert await outbox.unpublished() > 0
     await ensure_topics(outbox.kafka, [later])
     async with recording(outbox.kafka.bootstrap_servers, later.name) as records:
