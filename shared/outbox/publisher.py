@@ -150,12 +150,12 @@ class Publisher:
                             await wait_for(self._wakeup, poll)
                             poll = min(2 * poll, self._settings.poll_seconds)
                             continue
-                        page = await self._read(reader, {})
+                        page = await self._read(reader)
                     else:
                         page, ahead = await ahead, None
                     if page.more and self._has_room and self._leases.valid:
                         # The server reads on while this process builds.
-                        ahead = asyncio.create_task(self._read(reader, page.last_positions))
+                        ahead = asyncio.create_task(self._read(reader))
                         await asyncio.sleep(0)
                     if page.rows:
                         failpoints.hit("R1")
@@ -175,13 +175,18 @@ class Publisher:
         if rest > 0 and not self._stopping.is_set():
             await asyncio.sleep(rest)
 
-    async def _read(self, reader: LogReader, read_already: Mapping[int, int]) -> _Read:
-        """Read what follows in every bucket, behind what another page has already."""
+    async def _read(self, reader: LogReader) -> _Read:
+        """Read what follows in every bucket.
+
+        How far is noted on the bucket itself: when it changes hands before its rows are built, the one that takes its
+        place begins at its own cursor.
+        """
         buckets = self._in_turn()
-        cursors = {number: read_already.get(number, bucket.read_up_to) for number, bucket in buckets.items()}
         page = self._page()
-        rows = await reader.read(cursors, page)
+        rows = await reader.read({number: bucket.read_up_to for number, bucket in buckets.items()}, page)
         last_positions = {row[0]: row[1] for row in rows}
+        for number, position in last_positions.items():
+            buckets[number].read_up_to = position
         more = len(rows) >= page.rows_per_bucket or sum(len(row[6]) for row in rows) >= page.bytes_per_bucket
         self._busy_buckets = len(last_positions) if more else 0
         return _Read(rows, buckets, last_positions, more)
@@ -256,24 +261,19 @@ class Publisher:
         A bucket that changed hands while the rows were read starts again at its own cursor: its rows are left out.
         """
         rows: Sequence[Row] = page.rows
-        last = page.last_positions
-        stale = {number for number in last if self._buckets.get(number) is not page.buckets[number]}
+        stale = {n for n in page.last_positions if self._buckets.get(n) is not page.buckets[n]}
         if stale:
             rows = [row for row in rows if row[0] not in stale]
         passed_over: set[int] = set()
         if self._aside.blocked or self._aside.settled:
             rows, passed_over = await self._set_aside(connection, rows)
-            stale |= {number for number in last if self._buckets.get(number) is not page.buckets[number]}
-        for number, position in last.items():
-            if number not in stale:
-                self._buckets[number].read_up_to = position
         batches = self._batches()
         for start in range(0, len(rows), _ROWS_AT_ONCE):
             batches.add(rows[start : start + _ROWS_AT_ONCE], page.buckets)
             await asyncio.sleep(0)  # acknowledgements and the next page come in between
         batches.close()
-        for number in passed_over - stale:
-            if self._buckets[number].pass_over(last[number]):
+        for number in passed_over:
+            if page.buckets[number].pass_over(page.last_positions[number]):
                 self._progress.set()
 
     async def _set_aside(self, connection: AsyncConnection, rows: Sequence[Row]) -> tuple[Sequence[Row], set[int]]:
