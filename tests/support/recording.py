@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from uuid import UUID
@@ -96,12 +96,16 @@ class Recording:
         delays = [arrival.arrived_at - arrival.created_at for arrival in first.values()]
         return Told(len(first), len(self.arrivals) - len(first), max(delays, default=0.0))
 
-    def first_delays(self, since: float, until: float) -> list[float]:
+    def first_delays(self, since: float, until: float, without: Collection[str] = ()) -> list[float]:
         """Return the seconds from row to arrival of the first copies of events created in a span of time."""
         first: dict[UUID, Arrival] = {}
         for arrival in self.arrivals:
             first.setdefault(arrival.event_id, arrival)
-        return [a.arrived_at - a.created_at for a in first.values() if since <= a.created_at <= until]
+        return [
+            a.arrived_at - a.created_at
+            for a in first.values()
+            if since <= a.created_at <= until and a.key not in without
+        ]
 
     async def partitions_grew(self, count: int, deadline_seconds: float = 20.0) -> None:
         """Follow the new partitions too."""

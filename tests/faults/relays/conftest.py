@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -22,9 +23,13 @@ async def servers(stack_directory: Path) -> AsyncIterator[Stack]:
 
 @pytest.fixture(name="scenario")
 async def _scenario(
-    servers: Stack, unique_name: str, record_property: Callable[[str, object], None]
+    servers: Stack,
+    unique_name: str,
+    record_property: Callable[[str, object], None],
+    caplog: pytest.LogCaptureFixture,
 ) -> AsyncIterator[Scenario]:
     """A scenario; what it told stands in the test report."""
+    caplog.set_level(logging.CRITICAL, "aiokafka")  # the recording's client complains of each try while Kafka is away
     await servers.start()  # whatever a failed test left stopped
     async with scenario(servers, unique_name) as begun:
         yield begun

@@ -145,7 +145,7 @@ async def test_f3_an_open_write_transaction_and_a_held_snapshot_delay_nobody_els
             *(event.event_id, bucket_of(event.key), event.topic, event.key, event.event_type, event.payload),
         )
         since = time.time()
-        await scenario.load.more(2000)
+        await scenario.load.more(1200)
         until = time.time()
         assert event.event_id not in scenario.records.seen
         await held.commit()
