@@ -161,7 +161,8 @@ async def test_f4_f5_buckets_that_change_hands_and_come_back_in_mid_page_lose_no
     def answer(_: FewRecords) -> bool:
         nonlocal answers
         answers += 1
-        if answers % 7 == 0 and answers < 100:  # every lease was lost and taken again, at the progress that was recorded until then
+        if answers % 7 == 0 and answers < 100:
+            # Every lease was lost and taken again, at the progress that was recorded until then.
             recorded = {number: bucket.recorded_up_to for number, bucket in publisher._buckets.items()}
             held = publishing.leases.held
             publishing.leases.held = {
