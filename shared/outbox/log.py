@@ -75,7 +75,7 @@ class Page:
 class LogReader:
     """Reads the log on a connection of its own, with a statement that is prepared once.
 
-    Through the driver itself: SQLAlchemy's rows would double the relay's cost of an event (docs/performance.md).
+    Through the driver itself, as the design allows for this path only: no second object for each event.
     """
 
     def __init__(self, statement: PreparedStatement) -> None:
