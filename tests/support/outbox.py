@@ -127,13 +127,20 @@ class OutboxUnderTest:
         return await read_topic(self.kafka.bootstrap_servers, self.topic)
 
     async def limit_message_bytes(self, most: int) -> None:
-        """Let the topic take record batches of at most so many bytes."""
+        """Let the topic take record batches of at most so many bytes; return when the broker knows it."""
         admin = AIOKafkaAdminClient(bootstrap_servers=self.kafka.bootstrap_servers)
         await admin.start()
         try:
             limit = {"max.message.bytes": str(most)}
             [answer] = await admin.alter_configs([ConfigResource(ConfigResourceType.TOPIC, self.topic, configs=limit)])
             assert not answer.resources[0][0], answer
+            asked = ConfigResource(ConfigResourceType.TOPIC, self.topic)
+            async with asyncio.timeout(20):
+                while True:
+                    [told] = await admin.describe_configs([asked])
+                    if any(entry[:2] == ("max.message.bytes", str(most)) for entry in told.resources[0][4]):
+                        break
+                    await asyncio.sleep(0.02)
         finally:
             await admin.close()
 
