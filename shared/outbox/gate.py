@@ -129,6 +129,7 @@ class Gate:
         self,
         producer: IdempotentProducer,
         deadline_seconds: float,
+        stopping: asyncio.Event,
         on_acknowledged: Callable[[Batch], None],
         on_closed: Callable[[], None],
     ) -> None:
@@ -141,8 +142,8 @@ class Gate:
         self._lanes: dict[Place, _Lane] = {}
         self._in_flight = 0
         self._at_rest = asyncio.Event()
-        self._stopping = False
-        self._producer_answers = True
+        self._stopping = stopping
+        self._closed = False
         self._counted: list[Batch] = []
 
     def put(self, batch: Batch) -> None:
@@ -163,15 +164,13 @@ class Gate:
         self._on_closed()
 
     async def finish(self, deadline_seconds: float) -> None:
-        """Let what is with the client arrive, and send nothing else."""
-        self._stopping = True
+        """Let what is with the client arrive; nothing else is sent, for the relay is stopping."""
         if self._in_flight:
             await wait_for(self._at_rest, deadline_seconds)
 
     def close(self) -> None:
         """Send nothing else and heed no answer any more."""
-        self._stopping = True
-        self._producer_answers = False
+        self._closed = True
         self.count()
 
     async def watch(self) -> None:
@@ -186,7 +185,7 @@ class Gate:
                     )
 
     def _send_next(self, lane: _Lane) -> None:
-        if not lane.waiting or self.failure is not None or self._stopping:
+        if not lane.waiting or self.failure is not None or self._closed or self._stopping.is_set():
             return
         batch = lane.waiting.popleft()
         try:
@@ -205,7 +204,7 @@ class Gate:
         lane.sent_at = 0.0
         self._in_flight -= 1
         failure = failure_of(answer)
-        if not self._producer_answers:
+        if self._closed:
             return
         topic, partition = batch.place
         if failure is not None:

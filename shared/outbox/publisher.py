@@ -92,7 +92,7 @@ class Publisher:
         self._wakeup = wakeup
         self._suspects = suspects or Suspects()
         self._on_healthy = on_healthy
-        self._gate = Gate(producer, settings.delivery_deadline_seconds, self._acknowledged, self._wake_all)
+        self._gate = Gate(producer, settings.delivery_deadline_seconds, stopping, self._acknowledged, self._wake_all)
         self._buckets: dict[int, Bucket] = {}
         self._giving_back: set[int] = set()
         self._followed: Mapping[int, Lease] = {}
