@@ -2,13 +2,16 @@
 
 NOTIFY inside a business transaction takes a lock of the whole database and halves its commit rate, so a writer signals
 after its commit, on a connection of its own, several commits at once (field report F9). The listener has a connection
-of its own too and is pinged, for a dead peer or a transaction-pooling proxy makes it deaf (F10).
+of its own too. A dead peer makes it deaf, so it is pinged; a transaction-pooling proxy does, so it begins with a call
+to itself that another connection makes (F10).
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import asyncpg
 import structlog
@@ -22,6 +25,12 @@ CONNECTED = Gauge("listener_connected", "Whether this process hears of new work 
 
 _CONNECT_DEADLINE_SECONDS = 5.0
 _CALL_DEADLINE_SECONDS = 5.0
+_NOT_LISTENING = Readiness(State.DEGRADED, "not listening; polling instead, so work is found a little later")
+_DEAF = Readiness(
+    State.DEGRADED,
+    "LISTEN hears nothing at this address, which probably leads through a transaction-pooling proxy; polling instead, "
+    "so work is found a little later and none is lost. Set ..._LISTEN_DATABASE_URL to the database's direct address",
+)
 
 
 class Notifier(BackgroundService):
@@ -60,16 +69,28 @@ class Notifier(BackgroundService):
 
 
 class Listener(BackgroundService):
-    """Calls back when a channel is notified, and once whenever it (re)connects: what was missed is swept up."""
+    """Calls back when a channel is notified, and once whenever it (re)connects: what was missed is swept up.
+
+    `connected` and the gauge tell whether it hears. While it cannot, it tries again every `retry_seconds`.
+    """
 
     name = "listener"
     stop_deadline_seconds = 8.0
 
-    def __init__(self, dsn: str, callbacks: Mapping[str, Callable[[], None]], ping_seconds: float = 5.0) -> None:
+    def __init__(
+        self,
+        dsn: str,
+        callbacks: Mapping[str, Callable[[], None]],
+        ping_seconds: float = 5.0,
+        call_deadline_seconds: float = _CALL_DEADLINE_SECONDS,
+        retry_seconds: float = 60.0,
+    ) -> None:
         super().__init__()
         self._dsn = dsn
         self._callbacks = callbacks
         self._ping_seconds = ping_seconds
+        self._call_deadline_seconds = call_deadline_seconds
+        self._retry_seconds = retry_seconds
         self._hears(connected=False)
 
     def _hears(self, *, connected: bool) -> None:
@@ -82,21 +103,55 @@ class Listener(BackgroundService):
         try:
             for channel, callback in self._callbacks.items():
                 await connection.add_listener(channel, lambda *_, callback=callback: callback())
+            for callback in self._callbacks.values():
+                callback()
+            if not await self._reached_by_a_call(connection):
+                self.readiness = _DEAF
+                log.warning("listener.deaf", reason=_DEAF.reason)
+                await self.pause(_DEAF_SECONDS)
+                return
             self._hears(connected=True)
             self.readiness = READY
             self.backoff.reset()
-            for callback in self._callbacks.values():
-                callback()
             while not self.stopping.is_set():
                 await self.pause(self._ping_seconds)
-                async with asyncio.timeout(_CALL_DEADLINE_SECONDS):
+                async with asyncio.timeout(self._deadline_seconds):
                     await connection.execute("SELECT 1")
         finally:
-            self._hears(connected=False)
-            self.readiness = Readiness(
-                State.DEGRADED, "not listening; polling instead, so work is found a little later"
-            )
+            if self.connected:
+                self._hears(connected=False)
+                self.readiness = _NOT_LISTENING
             await _close(connection)
+
+    async def _reached_by_a_call(self, connection: asyncpg.Connection) -> bool:
+        """Tell whether a notification from another connection arrives within the deadline."""
+        heard = asyncio.Event()
+        channel = f"chargeonce_{secrets.token_hex(8)}"
+
+        def hear(*_: object) -> None:
+            heard.set()
+
+        await connection.add_listener(channel, hear)
+        caller = await _connect(self._dsn, "listener's check")
+        try:
+            await caller.execute("SELECT pg_notify($1, '')", channel)
+            async with asyncio.timeout(self._deadline_seconds):
+                await heard.wait()
+        except TimeoutError:
+            return False
+        finally:
+            await _close(caller)
+        await connection.remove_listener(channel, hear)
+        return True
+
+
+_NOT_LISTENING = Readiness(State.DEGRADED, "not listening; polling instead, so work is found a little later")
+_DEAF = Readiness(
+    State.DEGRADED,
+    "deaf: LISTEN works and no notification arrives, as behind a transaction-pooling proxy. Work is found by polling, a "
+    "little later. Set …_LISTEN_DATABASE_URL to an address that leads straight to the database.",
+)
+_DEAF_SECONDS = 30.0
 
 
 async def _connect(dsn: str, purpose: str) -> asyncpg.Connection:
