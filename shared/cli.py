@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
 import structlog
@@ -34,6 +35,9 @@ from shared.web import serve
 
 log = structlog.get_logger(__name__)
 
+
+# What an operator's count of a large log may take.
+_READING_SECONDS = 900.0
 
 S = TypeVar("S", bound=ServiceSettings)
 Wait = Annotated[float, typer.Option("--wait-seconds", help="how long to wait for a server that is still starting")]
@@ -89,17 +93,27 @@ def service_app(
     outbox = typer.Typer(no_args_is_help=True, help="what waits to be published, for the person on call")
     parked = parked_app(lambda work: _operate(settings_class, lambda database, _: work(database)), OUTBOX_CHANNEL)
     outbox.add_typer(parked, name="parked")
-    add_republish(outbox, lambda work: _operate(settings_class, work))
+    add_republish(outbox, lambda work: _operate(settings_class, work, limit_seconds=_READING_SECONDS))
     app.add_typer(outbox, name="outbox")
     return app
 
 
-def _operate(settings_class: type[S], work: Callable[[Database, ServiceSettings], Coroutine[Any, Any, None]]) -> None:
-    """Run an operator's work on the service's database; exit status 2 and one line when it cannot be done."""
+def _operate(
+    settings_class: type[S],
+    work: Callable[[Database, ServiceSettings], Coroutine[Any, Any, None]],
+    limit_seconds: float | None = None,
+) -> None:
+    """Run an operator's work on the service's database; exit status 2 and one line when it cannot be done.
+
+    `limit_seconds` is for work that only reads: its transactions may take longer than those that hold locks.
+    """
 
     async def run() -> None:
         settings = _configured(settings_class)
-        database = Database(settings.database("operator", pool_size=2))
+        limits = settings.database("operator", pool_size=2)
+        if limit_seconds is not None:
+            limits = replace(limits, transaction_timeout_seconds=limit_seconds, command_timeout_seconds=limit_seconds)
+        database = Database(limits)
         try:
             await work(database, settings)
         finally:

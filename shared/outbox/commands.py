@@ -1,15 +1,18 @@
 """The operator's commands on an outbox: `… outbox parked list | show | release | discard` and `… outbox republish`."""
 
 import json
+import time
 from collections.abc import Callable, Coroutine
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 from uuid import UUID
 
 import typer
+from sqlalchemy.exc import SQLAlchemyError
 
 from shared.database import Database
-from shared.errors import InvalidInput, ServiceError, Unavailable
+from shared.errors import InvalidInput, KafkaFailure, ServiceError, Unavailable
+from shared.lifecycle import describe
 from shared.outbox import republish as again
 from shared.outbox.parked_events import (
     ParkedDetails,
@@ -33,7 +36,15 @@ ReasonContains = Annotated[str | None, typer.Option("--reason-contains", help="o
 DryRun = Annotated[bool, typer.Option("--dry-run", help="tell what would happen and change nothing")]
 AsJson = Annotated[bool, typer.Option("--json", help="for machines")]
 
-_MEANING = "Their orders are not charged until these are released and published; all other orders are."
+_MEANING = (
+    "Until they are released and published, an order that such an event confirms is not charged, and a payment that it "
+    "reports, whose money has moved, does not show on its order. All other orders go on."
+)
+_GIVEN_UP = (
+    "is discarded: nothing will ever be charged by it if it confirms an order, and a payment that it reports will "
+    "never show on its order"
+)
+_PROGRESS_SECONDS = 1.0
 
 
 def parked_app(run: Run, channel: str) -> typer.Typer:
@@ -83,7 +94,7 @@ def parked_app(run: Run, channel: str) -> typer.Typer:
         reason: Annotated[str, typer.Option("--reason", help="why it may be lost; recorded")],
         dry_run: DryRun = False,
     ) -> None:
-        """Give one event up for ever: nothing will ever be charged or done by it."""
+        """Give one event up for ever: no order is charged by it, no payment shows by it."""
         run(lambda database: _discard(database, event_id, by, reason, dry_run=dry_run))
 
     return app
@@ -109,8 +120,14 @@ def add_republish(app: typer.Typer, operate: Operate) -> None:
 
         async def work(database: Database, settings: ServiceSettings) -> None:
             chosen = again.Selection(
-                again.parse_moment(since, now), again.parse_moment(until, now) if until else None, event_type, key
+                again.parse_moment(since, now),
+                None if until is None else again.parse_moment(until, now),
+                event_type,
+                key,
+                retention_hours=settings.outbox_retention_hours,
             )
+            if chosen.until is not None and chosen.until <= chosen.since:
+                raise InvalidInput("--until is not later than --since: that selects nothing")
             again.refuse_outside_window(chosen.since, settings.consumers_dedup_window_days, now)
             await _republish(database, settings, chosen, rate, dry_run=dry_run)
 
@@ -121,6 +138,7 @@ async def _republish(
     database: Database, settings: ServiceSettings, chosen: again.Selection, rate: float, *, dry_run: bool
 ) -> None:
     plan = await again.plan(database, chosen)
+    lasting = timedelta(seconds=round(plan.events / rate))
     for count in plan.counts:
         typer.echo(
             f"{count.events} of {count.event_type} on {count.topic}, created {count.oldest:%Y-%m-%d %H:%M:%S}Z "
@@ -131,24 +149,40 @@ async def _republish(
         typer.echo(
             f"the outbox keeps {kept}: older events, if there were any, are gone from it (…_OUTBOX_RETENTION_HOURS)"
         )
+    again.refuse_outside_window(chosen.since, settings.consumers_dedup_window_days, datetime.now(UTC), lasting)
     if dry_run or not plan.events:
-        typer.echo(f"{plan.events} events would be published again. Nothing was sent")
+        typer.echo(f"{plan.events} events would be published again, in {lasting} at this rate. Nothing was sent")
         return
-    sent = 0
-
-    def on_progress(events: int) -> None:
-        nonlocal sent
-        sent = events
-        typer.echo(f"{events} of {plan.events}", err=True)
-
+    progress = _Progress(plan.events)
     try:
-        await again.republish(database, settings.kafka("republish"), chosen, again.Pace(rate), on_progress)
-    except ServiceError as error:
+        await again.republish(database, settings.kafka("republish"), chosen, again.Pace(rate), progress.note)
+    except (ServiceError, SQLAlchemyError, OSError, TimeoutError) as error:
         raise Unavailable(
-            f"{sent} of {plan.events} events were published again, then: {error.detail}. Run the same command once "
-            "more; what comes twice is absorbed"
+            f"{progress.sent} of {plan.events} events were published again, then: {_cause(error)}. Mend that and run "
+            "the same command again: it begins anew, and what comes twice is absorbed"
         ) from error
-    typer.echo(f"{sent} events were published again, with the ids they had")
+    typer.echo(f"{progress.sent} events were published again, with the ids they had")
+
+
+class _Progress:
+    """Tells how far it is, at most once a second."""
+
+    def __init__(self, events: int) -> None:
+        self.sent = 0
+        self._events = events
+        self._told_at = float("-inf")
+
+    def note(self, sent: int) -> None:
+        self.sent = sent
+        if time.monotonic() - self._told_at >= _PROGRESS_SECONDS:
+            self._told_at = time.monotonic()
+            typer.echo(f"{sent} of {self._events}", err=True)
+
+
+def _cause(error: Exception) -> str:
+    if isinstance(error, KafkaFailure) and error.remedy:
+        return f"{error.detail}; {error.remedy}"
+    return error.detail if isinstance(error, ServiceError) else describe(error)
 
 
 async def _list(database: Database, selection: Selection, limit: int, *, as_json: bool) -> None:
@@ -174,7 +208,7 @@ def _line(event: ParkedEvent) -> str:
     state = "refused" if event.refused else "waiting"
     released = f", released by {event.released_by}" if event.released_at else ""
     return (
-        f"{event.event_id} {event.event_type} key {event.key} {state}{released} "
+        f"{event.event_id} {event.event_type} on {event.topic} key {event.key} {state}{released} "
         f"since {event.parked_at:%Y-%m-%d %H:%M:%S}Z: {event.reason}"
     )
 
@@ -234,10 +268,9 @@ async def _discard(database: Database, event_id: UUID, by: str, reason: str, *, 
     if not reason.strip():
         raise InvalidInput("--reason is empty; say why this event may be lost")
     left = await discard(database, event_id, _named(by), reason.strip(), dry_run=dry_run)
-    done = "would be discarded; nothing was changed" if dry_run else "is discarded: nothing will ever be charged by it"
-    typer.echo(f"event {event_id} {done}")
+    typer.echo(f"event {event_id} {'would be discarded; nothing was changed' if dry_run else _GIVEN_UP}")
     if left:
-        typer.echo(f"{left} later events of its key still wait: `outbox parked release` with the id of one of them")
+        typer.echo(f"{left} other events of its key still wait: `outbox parked release` with the id of one of them")
 
 
 def _named(by: str) -> str:

@@ -132,7 +132,7 @@ async def release_all(database: Database, selection: Selection, by: str, channel
 
 
 async def discard(database: Database, event_id: UUID, by: str, reason: str, *, dry_run: bool) -> int:
-    """Give an event up for ever; return how many later events of its key still wait.
+    """Give an event up for ever; return how many other events of its key still wait.
 
     Raises NotFound, and Refused when it was settled already or is released, for then the relay may be sending it.
     """

@@ -1,7 +1,8 @@
 """Publishing again what was published already, for a consumer that was rebuilt: same ids, keys, bytes and partitions.
 
 Healthy consumers absorb the copies as duplicates, as long as their dedup window covers them; so older events are
-refused. One batch at a time, in order inside each bucket. Whatever fails, running it again is safe.
+refused (field reports F24, F34). One batch at a time, in order inside each bucket. Whatever fails, running it again is
+safe.
 """
 
 from __future__ import annotations
@@ -9,37 +10,43 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from datetime import datetime, timedelta
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from itertools import groupby
+from operator import attrgetter
 
 from sqlalchemy import text
 
 from shared.database import Database
 from shared.errors import InvalidInput, KafkaFailure, Refused
-from shared.kafka.producer import IdempotentProducer
+from shared.kafka.producer import IdempotentProducer, RecordBatch
 from shared.kafka.settings import KafkaSettings
 from shared.outbox.building import kafka_headers
 from shared.outbox.log import POSTGRES_EPOCH_US, Row
 from shared.outbox.publisher import partition_count_changed
-from shared.outbox.tables import BUCKETS
 from shared.outbox.topics import registered_topics
 
 _ROWS_A_BATCH = 100
-_MAX_BATCH_BYTES = 900_000
+_MAX_BATCH_BYTES = 900_000  # a larger event goes alone
+_MAX_REQUEST_BYTES = 1_048_576
 _DEADLINE_SECONDS = 30.0
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which published events: created since (and until) a moment, of a type, of a key. None selects all."""
+    """Which published events: created since (and until) a moment, of a type, of a key. None selects all.
+
+    What is older than the keeper's retention is left out, whether or not it was removed yet: that an event was
+    discarded is remembered for no longer.
+    """
 
     since: datetime
     until: datetime | None = None
     event_type: str | None = None
     key: str | None = None
+    retention_hours: float = field(kw_only=True)
 
     @property
     def parameters(self) -> dict[str, object]:
@@ -49,6 +56,7 @@ class Selection:
             "until": self.until,
             "event_type": self.event_type,
             "key": None if self.key is None else self.key.encode(),
+            "hours": self.retention_hours,
         }
 
 
@@ -77,31 +85,32 @@ class Plan:
 
 
 def parse_moment(given: str, now: datetime) -> datetime:
-    """Return the moment that an operator wrote: ISO 8601 with an offset, or a duration back from now like 3d or 12h.
+    """Return the moment, in UTC, that an operator wrote: ISO 8601 with an offset, or a duration back like 3d or 12h.
 
     Raises InvalidInput. A time without offset is refused (field report F32).
     """
-    duration = re.fullmatch(r"(\d{1,6})([smhd])", given)
-    if duration:
-        return now - timedelta(**{_UNITS[duration[2]]: int(duration[1])})
+    duration = re.fullmatch(r"(\d{1,6})([smhd])", given, re.ASCII)
     try:
+        if duration:
+            return now - timedelta(**{_UNITS[duration[2]]: int(duration[1])})
         moment = datetime.fromisoformat(given)
-    except ValueError:
+        if moment.tzinfo is not None:
+            return moment.astimezone(UTC)
+    except (ValueError, OverflowError):
         raise InvalidInput(f"{given!r} is no time; write 2026-11-30T12:00:00Z, or a duration like 12h or 3d") from None
-    if moment.tzinfo is None:
-        raise InvalidInput(f"{given!r} has no offset from UTC; write {given}Z or {given}+01:00")
-    return moment
+    raise InvalidInput(f"{given!r} has no offset from UTC; write {moment.isoformat()}Z, or with +01:00")
 
 
-def refuse_outside_window(since: datetime, window_days: int, now: datetime) -> None:
-    """Raise Refused when consumers may have forgotten events of that age: they would take them for new ones."""
-    earliest = now - timedelta(days=window_days - 1)
+def refuse_outside_window(since: datetime, window_days: int, now: datetime, lasting: timedelta = timedelta(0)) -> None:
+    """Raise Refused when consumers may forget events of that age before all are sent: they would take them for new."""
+    earliest = now + lasting - timedelta(days=window_days - 1)
     if since < earliest:
+        slowly = f", and sending them takes {lasting}; a higher --rate helps" if lasting else ""
         raise Refused(
             f"events since {since:%Y-%m-%d %H:%M}Z are older than what consumers remember ({window_days} days, less "
-            "one to be safe): healthy groups would not know them as duplicates. Say --since "
-            f"{earliest:%Y-%m-%dT%H:%M}Z or later; if every group that reads these topics remembers more, set "
-            "…_CONSUMERS_DEDUP_WINDOW_DAYS to the least of them"
+            f"one to be safe{slowly}): healthy groups would not know them as duplicates. Say --since "
+            f"{earliest + timedelta(minutes=1):%Y-%m-%dT%H:%M}Z or later; if every group that reads these topics "
+            "remembers more, set …_CONSUMERS_DEDUP_WINDOW_DAYS to the least of them"
         )
 
 
@@ -109,12 +118,12 @@ async def plan(database: Database, selection: Selection) -> Plan:
     """Count what the selection has, and tell what is still kept."""
     async with database.engine.connect() as connection:
         counts = [Count(*row) for row in await connection.execute(_COUNT, selection.parameters)]
-        kept_since = (await connection.execute(_KEPT_SINCE)).scalar_one()
+        kept_since = (await connection.execute(_KEPT_SINCE, {"hours": selection.retention_hours})).scalar_one()
     return Plan(counts, kept_since)
 
 
 class Pace:
-    """At most so many events a second, on average since the beginning."""
+    """At most so many events a second. What was not sent during a stall is not made up for by a burst (F34)."""
 
     def __init__(
         self,
@@ -123,18 +132,22 @@ class Pace:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._rate, self._clock, self._sleep = events_per_second, clock, sleep
-        self._began: float | None = None
-        self._sent = 0
+        self._free_at = clock()
 
-    async def admit(self, events: int) -> None:
-        """Return when so many more events may be sent."""
-        now = self._clock()
-        if self._began is None:
-            self._began = now
-        due = self._began + self._sent / self._rate
-        if due > now:
-            await self._sleep(due - now)
-        self._sent += events
+    @property
+    def most_at_once(self) -> int:
+        """Return how many events may be sent together: a second's worth, or a batch."""
+        return max(1, min(_ROWS_A_BATCH, int(self._rate)))
+
+    async def wait(self) -> None:
+        """Return when more events may be sent."""
+        self._free_at = max(self._free_at, self._clock())
+        while (rest := self._free_at - self._clock()) > 0:
+            await self._sleep(rest)
+
+    def spend(self, events: int) -> None:
+        """Note that so many were sent since `wait` returned."""
+        self._free_at += events / self._rate
 
 
 async def republish(
@@ -145,40 +158,103 @@ async def republish(
     Only what was published before this began, and nothing that is parked or was discarded. Raises KafkaFailure or
     Refused; what was sent until then is told by `on_progress` and harms nobody when it is sent again.
     """
-    partitions = await registered_topics(database)
-    producer = IdempotentProducer(kafka, max_batch_bytes=_MAX_BATCH_BYTES, max_request_bytes=1_048_576)
+    sender = _Sender(kafka, await registered_topics(database))
     sent = 0
     try:
-        await producer.start(_DEADLINE_SECONDS)
-        for topic, registered in partitions.items():
-            found = await producer.partition_count(topic, _DEADLINE_SECONDS)
+        await sender.start()
+        async for rows in _pages(database, selection):
+            for _, run in groupby(rows, key=attrgetter("topic")):
+                waiting = list(run)
+                while waiting:
+                    await pace.wait()
+                    taken = await sender.send(waiting[: pace.most_at_once])
+                    pace.spend(taken)
+                    del waiting[:taken]
+                    sent += taken
+                    on_progress(sent)
+    finally:
+        await sender.close()
+    return sent
+
+
+class _Sender:
+    """Sends through one producer after the other: one to which a batch was refused is finished (field report F15)."""
+
+    def __init__(self, kafka: KafkaSettings, partitions: Mapping[str, int]) -> None:
+        self._kafka = kafka
+        self._partitions = partitions
+        self._producer = self._new_producer()
+        self._most_records = _ROWS_A_BATCH
+
+    async def start(self) -> None:
+        """Connect. Raises KafkaFailure, and Refused when a topic was repartitioned (F18)."""
+        await self._producer.start(_DEADLINE_SECONDS)
+        for topic, registered in self._partitions.items():
+            found = await self._producer.partition_count(topic, _DEADLINE_SECONDS)
             if found != registered:
                 raise Refused(partition_count_changed(topic, registered, found))
-        async for rows in _pages(database, selection):
-            for topic, run in groupby(rows, key=lambda row: row.topic):
-                events = list(run)
-                await pace.admit(len(events))
-                await _send(producer, topic, events[0].bucket % partitions[topic], events)
-                sent += len(events)
-                on_progress(sent)
-    finally:
-        await producer.abandon()
-    return sent
+
+    async def send(self, events: Sequence[Row]) -> int:
+        """Send the first of these events of one bucket and topic in one batch; return how many were acknowledged.
+
+        Batches that are too large for their topic get smaller. Raises KafkaFailure, permanent when one event alone is
+        refused: the topic takes less than it did.
+        """
+        while True:
+            batch = self._fill(events[: self._most_records])
+            try:
+                handed_over = await self._producer.hand_over(batch, _DEADLINE_SECONDS)
+                await self._producer.acknowledged(handed_over, _DEADLINE_SECONDS)
+            except KafkaFailure as error:
+                if not error.permanent:
+                    raise
+                if batch.record_count == 1:
+                    raise KafkaFailure(
+                        f"{batch.topic} does not take event {events[0].event_id} any more ({error.detail})",
+                        permanent=True,
+                        remedy="compare its max.message.bytes with what it was, or leave the event out by --since, "
+                        "--until or --key",
+                    ) from error
+                self._most_records = batch.record_count // 2
+                await self.close()
+                self._producer = self._new_producer()
+                await self.start()
+            else:
+                return batch.record_count
+
+    async def close(self) -> None:
+        """End the producer, whatever state it is in."""
+        await self._producer.abandon()
+
+    def _new_producer(self) -> IdempotentProducer:
+        return IdempotentProducer(self._kafka, max_batch_bytes=_MAX_BATCH_BYTES, max_request_bytes=_MAX_REQUEST_BYTES)
+
+    def _fill(self, events: Sequence[Row]) -> RecordBatch:
+        """Return a batch with the first of these events, as the relay writes them."""
+        topic = events[0].topic
+        if topic not in self._partitions:
+            raise Refused(f"topic {topic} is not registered in outbox_topic; run the service's migrate command")
+        batch = self._producer.new_batch(topic, events[0].bucket % self._partitions[topic])
+        for event in events:
+            headers = kafka_headers(str(event.event_id), event.event_type, event.headers)
+            if not batch.add((event.created_at + POSTGRES_EPOCH_US) // 1000, event.key, event.payload, headers):
+                break
+        return batch
 
 
 async def _pages(database: Database, selection: Selection) -> AsyncIterator[Sequence[Row]]:
     """Yield the selected events, bucket by bucket, in order inside each."""
     async with database.engine.connect() as connection:
-        cursors = {row.bucket: row.position for row in await connection.execute(_CURSORS)}
+        cursors = (await connection.execute(_CURSORS)).all()
         await connection.rollback()
-        for bucket in range(BUCKETS):
+        for bucket, cursor in cursors:
             after = 0
             while True:
                 parameters = {
                     **selection.parameters,
                     "bucket": bucket,
                     "after": after,
-                    "cursor": cursors.get(bucket, 0),
+                    "cursor": cursor,
                     "rows": _ROWS_A_BATCH,
                     "epoch_us": POSTGRES_EPOCH_US,
                 }
@@ -190,41 +266,30 @@ async def _pages(database: Database, selection: Selection) -> AsyncIterator[Sequ
                 after = rows[-1].position
 
 
-async def _send(producer: IdempotentProducer, topic: str, partition: int, events: Sequence[Row]) -> None:
-    """Send events of one partition, each batch acknowledged before the next."""
-    waiting = list(events)
-    while waiting:
-        batch = producer.new_batch(topic, partition)
-        taken = 0
-        for event in waiting:
-            headers = kafka_headers(str(event.event_id), event.event_type, event.headers)
-            if not batch.add((event.created_at + POSTGRES_EPOCH_US) // 1000, event.key, event.payload, headers):
-                break
-            taken += 1
-        if not taken:
-            raise KafkaFailure(f"event {waiting[0].event_id} fits into no batch of {topic}", permanent=True)
-        handed_over = await producer.hand_over(batch, _DEADLINE_SECONDS)
-        await producer.acknowledged(handed_over, _DEADLINE_SECONDS)
-        del waiting[:taken]
-
-
-# A NULL parameter selects everything. What is parked or was discarded is not published by going round it.
-_SELECTED = """
-    e.created_at >= :since AND (CAST(:until AS timestamptz) IS NULL OR e.created_at < :until)
+# A NULL parameter selects everything. What is parked or was discarded is not published by going round it. The keeper
+# forgets what was discarded a retention after that was decided, and so more than a retention after the event was made.
+_KEPT = "e.created_at >= clock_timestamp() - make_interval(secs => :hours * 3600)"
+_SELECTED = f"""
+    {_KEPT} AND e.created_at >= :since AND (CAST(:until AS timestamptz) IS NULL OR e.created_at < :until)
     AND (CAST(:event_type AS text) IS NULL OR e.event_type = :event_type)
     AND (CAST(:key AS bytea) IS NULL OR e.key = :key)
     AND NOT EXISTS (SELECT FROM outbox_parked k WHERE k.bucket = e.bucket AND k.position = e.position
                     AND k.outcome IS DISTINCT FROM 'published')
-"""
+"""  # noqa: S608
 
-_CURSORS = text("SELECT bucket, max(position) AS position FROM outbox_progress GROUP BY bucket")
+_CURSORS = text("""
+    SELECT b.bucket, cursor.position FROM outbox_bucket b
+    CROSS JOIN LATERAL (SELECT max(position) AS position FROM outbox_progress WHERE bucket = b.bucket) AS cursor
+    WHERE cursor.position IS NOT NULL ORDER BY b.bucket
+""")
 
-_KEPT_SINCE = text("SELECT min(created_at) FROM outbox_event")
+_KEPT_SINCE = text(f"SELECT min(e.created_at) FROM outbox_event e WHERE {_KEPT}")  # noqa: S608
 
 _COUNT = text(
     f"""
-    SELECT e.topic, e.event_type, count(*), min(e.created_at), max(e.created_at) FROM outbox_event e
-    WHERE e.position <= (SELECT max(p.position) FROM outbox_progress p WHERE p.bucket = e.bucket) AND {_SELECTED}
+    SELECT e.topic, e.event_type, count(*), min(e.created_at), max(e.created_at)
+    FROM ({_CURSORS.text}) AS published JOIN outbox_event e USING (bucket)
+    WHERE e.position <= published.position AND {_SELECTED}
     GROUP BY e.topic, e.event_type ORDER BY e.topic, e.event_type
 """  # noqa: S608
 )

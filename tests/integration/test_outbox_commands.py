@@ -11,12 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import UUID
 
+import asyncpg
 import pytest
 from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from chargeonce.stack import KafkaBroker
+from shared.errors import Refused
 from shared.identifiers import new_event_id
 from shared.outbox.append import OutgoingEvent
+from shared.outbox.parked_events import discard, release_key_of
+from shared.settings import OUTBOX_CHANNEL
 from tests.support.outbox import OutboxUnderTest, outbox_under_test, scalar
 
 REPOSITORY = Path(__file__).parents[2]
@@ -36,11 +41,11 @@ class Answer:
     complained: str
 
 
-async def command(outbox: OutboxUnderTest, *arguments: str) -> Answer:
+async def command(outbox: OutboxUnderTest, *arguments: str, service: str = "order_service") -> Answer:
     """Run `order-service outbox parked …`."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", "from order_service.cli import main; main()", "outbox", "parked", *arguments),
-        env={**os.environ, "ORDER_SERVICE_DATABASE_URL": outbox.database.settings.url, "COLUMNS": "400"},
+        *(sys.executable, "-c", f"from {service}.cli import main; main()", "outbox", "parked", *arguments),
+        env={**os.environ, f"{service.upper()}_DATABASE_URL": outbox.database.settings.url, "COLUMNS": "400"},
         cwd=REPOSITORY,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -76,8 +81,11 @@ async def test_list_tells_what_is_parked_and_what_it_means(outbox: OutboxUnderTe
     await park(outbox, first, second, outbox.event("order-2", 0))
     told = await command(outbox, "list")
     assert told.status == 0
-    assert f"{first.event_id} test.happened.v1 key order-1 refused since" in told.said
-    assert "2 refused and 1 waiting behind them, of 2 keys. Their orders are not charged" in told.said
+    assert f"{first.event_id} test.happened.v1 on {outbox.topic} key order-1 refused since" in told.said
+    assert "2 refused and 1 waiting behind them, of 2 keys." in told.said
+    assert "an order that such an event confirms is not charged" in told.said
+    assert "a payment that it reports, whose money has moved," in told.said
+    assert (await command(outbox, "list", service="billing_service")).said == told.said
     assert SECRET not in told.said + told.complained
     some = json.loads((await command(outbox, "list", "--json", "--limit", "1", "--reason-contains", "sizetoo")).said)
     assert (some["keys"], some["refused"], some["waiting"], len(some["events"])) == (2, 2, 1, 1)
@@ -152,7 +160,7 @@ async def test_discard_gives_up_one_event_and_tells_of_those_behind_it(outbox: O
     assert "nothing was changed" in (await command(outbox, *arguments, "--dry-run")).said
     told = await command(outbox, *arguments)
     assert "nothing will ever be charged by it" in told.said
-    assert "1 later events of its key still wait" in told.said
+    assert "1 other events of its key still wait" in told.said
     shown = json.loads((await command(outbox, "show", str(first.event_id), "--json")).said)
     assert (shown["outcome"], shown["settled_by"], shown["note"]) == ("discarded", "ada", "test data")
     again = await command(outbox, *arguments)
@@ -167,6 +175,96 @@ async def test_an_event_that_is_released_is_not_discarded(outbox: OutboxUnderTes
     told = await command(outbox, "discard", str(second.event_id), "--by", "bob", "--reason", "x")
     assert told.status == 2
     assert "the relay may be sending it" in told.complained
+
+
+async def waits_for_a_lock(outbox: OutboxUnderTest) -> None:
+    """Return when a session of this database waits for another one's rows."""
+    async with asyncio.timeout(20):
+        while not await scalar(
+            outbox.database,
+            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'",
+        ):
+            await asyncio.sleep(0.01)
+
+
+async def decide(connection: AsyncConnection, change: str, event: OutgoingEvent) -> None:
+    """What another operator does at the same time, not committed yet."""
+    await connection.execute(text(f"UPDATE outbox_parked SET {change} WHERE event_id = :id"), {"id": event.event_id})  # noqa: S608
+
+
+async def test_a_discard_that_loses_to_a_release_is_refused(outbox: OutboxUnderTest) -> None:
+    first, second = outbox.event("order-1", 0), outbox.event("order-1", 1)
+    await park(outbox, first, second)
+    async with outbox.database.engine.connect() as other:
+        await decide(other, "released_at = now(), released_by = 'bob'", first)
+        discarding = asyncio.create_task(discard(outbox.database, second.event_id, "ada", "why", dry_run=False))
+        await waits_for_a_lock(outbox)
+        await other.commit()
+        with pytest.raises(Refused, match="the relay may be sending it"):
+            await discarding
+    assert {outcome for _, _, outcome in await outbox.parked()} == {None}
+
+
+async def test_a_release_that_loses_to_a_discard_releases_nothing_of_it(outbox: OutboxUnderTest) -> None:
+    first, second = outbox.event("order-1", 0), outbox.event("order-1", 1)
+    await park(outbox, first, second)
+    async with outbox.database.engine.connect() as other:
+        await decide(other, "settled_at = now(), outcome = 'discarded', settled_by = 'bob'", first)
+        of_first, of_second = [
+            asyncio.create_task(release_key_of(outbox.database, event.event_id, "ada", OUTBOX_CHANNEL, dry_run=False))
+            for event in (first, second)
+        ]
+        await waits_for_a_lock(outbox)
+        await other.commit()
+        with pytest.raises(Refused, match="was discarded already, by bob"):
+            await of_first
+        assert await of_second == 1
+    assert [outcome for _, _, outcome in await outbox.parked()] == ["discarded", None]
+    assert await released(outbox) == 1
+
+
+async def test_many_operators_at_once_end_in_one_decision_an_event(outbox: OutboxUnderTest) -> None:
+    events = [outbox.event(f"order-{key}", number) for number in range(4) for key in range(5)]
+    await park(outbox, *events)
+
+    async def act(number: int, event: OutgoingEvent) -> None:
+        try:
+            if number % 2:
+                await discard(outbox.database, event.event_id, "ada", "why", dry_run=False)
+            else:
+                await release_key_of(outbox.database, event.event_id, "bob", OUTBOX_CHANNEL, dry_run=False)
+        except Refused as refusal:
+            assert "already" in refusal.detail or "may be sending it" in refusal.detail  # noqa: PT017
+
+    await asyncio.gather(*(act(number, event) for number, event in enumerate(events)))
+    undecided = "SELECT count(*) FROM outbox_parked WHERE settled_at IS NULL AND released_at IS NULL"
+    both = "SELECT count(*) FROM outbox_parked WHERE settled_at IS NOT NULL AND released_at IS NOT NULL"
+    assert await scalar(outbox.database, undecided) == 0
+    assert await scalar(outbox.database, both) == 0
+
+
+async def test_a_release_wakes_the_relay_and_a_dry_run_does_not(outbox: OutboxUnderTest) -> None:
+    event = outbox.event("order-1", 0)
+    await park(outbox, event)
+    heard = asyncio.Event()
+    calls = 0
+
+    def hear(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        heard.set()
+
+    listener = await asyncpg.connect(outbox.dsn)
+    try:
+        await listener.add_listener(OUTBOX_CHANNEL, hear)
+        await release_key_of(outbox.database, event.event_id, "ada", OUTBOX_CHANNEL, dry_run=True)
+        await release_key_of(outbox.database, event.event_id, "ada", OUTBOX_CHANNEL, dry_run=False)
+        async with asyncio.timeout(10):
+            await heard.wait()
+        await listener.execute("SELECT 1")
+        assert calls == 1
+    finally:
+        await listener.close()
 
 
 async def test_f13_refused_listed_discarded_and_the_rest_released(outbox: OutboxUnderTest) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -26,6 +28,7 @@ from tests.support.outbox import OutboxUnderTest, migrate_with, outbox_under_tes
 
 REPOSITORY = Path(__file__).parents[2]
 LONG_AGO = datetime.now(UTC) - timedelta(days=20)
+RETENTION_HOURS = 72.0
 
 
 @pytest.fixture
@@ -41,9 +44,38 @@ async def publish_all(outbox: OutboxUnderTest, keys: int = 20, numbers: int = 15
         await outbox.drained()
 
 
-async def again(outbox: OutboxUnderTest, selection: Selection | None = None) -> int:
-    chosen = selection or Selection(LONG_AGO)
-    return await republish(outbox.database, outbox.kafka, chosen, Pace(1e6), lambda events: None)
+def since(
+    moment: datetime, until: datetime | None = None, event_type: str | None = None, key: str | None = None
+) -> Selection:
+    return Selection(moment, until, event_type, key, retention_hours=RETENTION_HOURS)
+
+
+EVERYTHING = since(LONG_AGO)
+
+
+async def again(outbox: OutboxUnderTest, selection: Selection = EVERYTHING) -> int:
+    return await republish(outbox.database, outbox.kafka, selection, Pace(1e6), lambda events: None)
+
+
+async def start_command(outbox: OutboxUnderTest, *arguments: str) -> asyncio.subprocess.Process:
+    """Start `order-service outbox republish …`."""
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", "from order_service.cli import main; main()", "outbox", "republish", *arguments),
+        env={
+            **os.environ,
+            "ORDER_SERVICE_DATABASE_URL": outbox.database.settings.url,
+            "ORDER_SERVICE_KAFKA_BOOTSTRAP_SERVERS": outbox.kafka.bootstrap_servers,
+        },
+        cwd=REPOSITORY,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+async def command(outbox: OutboxUnderTest, *arguments: str) -> tuple[int | None, str, str]:
+    process = await start_command(outbox, *arguments)
+    said, complained = await process.communicate()
+    return process.returncode, said.decode(), complained.decode()
 
 
 def content(record: ConsumerRecord) -> tuple[object, ...]:
@@ -74,12 +106,95 @@ async def test_only_what_was_selected_published_and_is_not_parked_is_sent(outbox
                 "created_at, 'test' FROM outbox_event WHERE payload = 'order-1:2'"
             )
         )
-    assert (await plan(outbox.database, Selection(LONG_AGO))).events == 11
+    assert (await plan(outbox.database, EVERYTHING)).events == 11
     assert await again(outbox) == 11
-    assert await again(outbox, Selection(LONG_AGO, key="order-2")) == 3
-    assert await again(outbox, Selection(LONG_AGO, event_type="other")) == 0
-    assert await again(outbox, Selection(datetime.now(UTC) + timedelta(hours=1))) == 0
-    assert await again(outbox, Selection(LONG_AGO, until=LONG_AGO)) == 0
+    assert await again(outbox, since(LONG_AGO, key="order-2")) == 3
+    assert await again(outbox, since(LONG_AGO, event_type="other")) == 0
+    assert await again(outbox, since(datetime.now(UTC) + timedelta(hours=1))) == 0
+    assert await again(outbox, since(LONG_AGO, until=LONG_AGO)) == 0
+
+
+async def test_what_was_discarded_is_not_sent_even_when_the_keeper_has_forgotten_that_and_not_yet_the_event(
+    outbox: OutboxUnderTest,
+) -> None:
+    async with outbox.database.engine.begin() as connection:
+        for number, age in (("discarded", "73 hours"), ("published", "71 hours")):
+            await connection.execute(
+                text(
+                    "INSERT INTO outbox_event (event_id, bucket, topic, key, event_type, payload, created_at) "
+                    "VALUES (:id, 0, :topic, 'k', 'test.happened.v1', :payload, now() - CAST(:age AS text)::interval)"
+                ),
+                {"id": new_event_id(), "topic": outbox.topic, "payload": number.encode(), "age": age},
+            )
+        await connection.execute(
+            text("INSERT INTO outbox_progress (bucket, position) SELECT 0, max(position) FROM outbox_event")
+        )
+    told = await plan(outbox.database, EVERYTHING)
+    assert told.events == 1
+    assert told.kept_since is not None
+    assert told.kept_since > datetime.now(UTC) - timedelta(hours=72)
+    assert await again(outbox) == 1
+    assert [record.value for record in await outbox.arrived()] == [b"published"]
+
+
+async def test_a_batch_that_is_too_large_for_its_topic_is_sent_in_smaller_ones(outbox: OutboxUnderTest) -> None:
+    await outbox.limit_message_bytes(20_000)
+    for number in range(150):
+        await outbox.publish(outbox.event("order-1", number, payload=b"order-1:%d:" % number + b"x" * 1000))
+    async with outbox.relay():
+        await outbox.drained()
+    before = [content(record) for record in await outbox.arrived()]
+    assert await again(outbox) == 150
+    copies = [content(record) for record in await outbox.arrived()][len(before) :]
+    # The relay may have sent some twice while it looked for the size.
+    assert copies == list(dict.fromkeys(before))
+
+
+async def test_the_largest_event_is_sent_again(outbox: OutboxUnderTest) -> None:
+    await outbox.publish(outbox.event("order-1", 0, payload=b"x" * 998_000))
+    async with outbox.relay():
+        await outbox.drained()
+    assert await again(outbox) == 1
+    assert [len(record.value) for record in await outbox.arrived()] == [998_000, 998_000]
+
+
+async def test_an_event_that_its_topic_takes_no_more_ends_the_command_with_what_was_sent_and_what_to_do(
+    outbox: OutboxUnderTest,
+) -> None:
+    for number, size in enumerate((10, 30_000, 10)):
+        await outbox.publish(outbox.event("order-1", number, payload=b"x" * size))
+    async with outbox.relay():
+        await outbox.drained()
+    await outbox.limit_message_bytes(20_000)
+    status, _, complained = await command(outbox, "--since", "1d")
+    assert status == 2
+    [line] = [line for line in complained.splitlines() if "then:" in line]
+    assert "1 of 3 events were published again" in line
+    assert "max.message.bytes" in line
+    assert "Traceback" not in complained
+
+
+async def test_killed_in_the_middle_it_is_run_again_and_sends_everything_in_order(outbox: OutboxUnderTest) -> None:
+    await publish_all(outbox, keys=10, numbers=10)
+    before = await outbox.arrived()
+    process = await start_command(outbox, "--since", "1d", "--rate", "40")
+    assert process.stderr is not None
+    async with asyncio.timeout(60):
+        while not (line := await process.stderr.readline()).strip().endswith(b" of 100"):
+            assert line, "it ended without a word on how far it came"
+    process.send_signal(signal.SIGKILL)
+    await process.communicate()
+    partly = await outbox.arrived()
+    assert len(before) < len(partly) < 2 * len(before)
+    assert (await command(outbox, "--since", "1d", "--rate", "5000"))[0] == 0
+    everything = await outbox.arrived()
+    assert len(everything) == len(partly) + len(before)
+    copies = Counter(dict(record.headers)["event_id"] for record in everything)
+    assert len(copies) == 100
+    assert set(copies.values()) == {2, 3}
+    for key in {record.key for record in before}:
+        last_run = [record.value for record in everything if record.key == key][-10:]
+        assert last_run == [record.value for record in before if record.key == key]
 
 
 async def test_f34_a_healthy_group_absorbs_the_copies_and_a_rebuilt_one_takes_them(
@@ -118,37 +233,39 @@ async def test_without_a_broker_it_fails_and_the_next_run_sends_everything(outbo
     [nobody] = free_ports(1)
     cut_off = KafkaSettings(f"127.0.0.1:{nobody}", client_id="test", request_timeout_seconds=1)
     with pytest.raises(KafkaFailure):
-        await republish(outbox.database, cut_off, Selection(LONG_AGO), Pace(1e6), lambda events: None)
+        await republish(outbox.database, cut_off, EVERYTHING, Pace(1e6), lambda events: None)
     assert await again(outbox) == 10
 
 
 async def test_the_command_tells_what_it_would_do_and_does_it(outbox: OutboxUnderTest) -> None:
     await publish_all(outbox, keys=5, numbers=2)
-
-    async def command(*arguments: str) -> tuple[int | None, str, str]:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", "from order_service.cli import main; main()", "outbox", "republish", *arguments),
-            env={
-                **os.environ,
-                "ORDER_SERVICE_DATABASE_URL": outbox.database.settings.url,
-                "ORDER_SERVICE_KAFKA_BOOTSTRAP_SERVERS": outbox.kafka.bootstrap_servers,
-            },
-            cwd=REPOSITORY,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        said, complained = await process.communicate()
-        return process.returncode, said.decode(), complained.decode()
-
-    status, said, _ = await command("--since", "1d", "--dry-run")
+    status, said, _ = await command(outbox, "--since", "1d", "--dry-run")
     assert status == 0
     assert f"10 of test.happened.v1 on {outbox.topic}" in said
-    assert "10 events would be published again. Nothing was sent" in said
+    assert "10 events would be published again, in 0:00:00 at this rate. Nothing was sent" in said
     assert len(await outbox.arrived()) == 10
-    status, said, _ = await command("--since", "1d", "--key", "order-1")
+    status, said, _ = await command(outbox, "--since", "1d", "--key", "order-1")
     assert (status, "2 events were published again" in said) == (0, True)
     assert len(await outbox.arrived()) == 12
-    status, said, complained = await command("--since", "60d")
+    status, said, complained = await command(outbox, "--since", "60d")
     assert (status, said) == (2, "")
     assert "CONSUMERS_DEDUP_WINDOW_DAYS" in complained
+    assert "Traceback" not in complained
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--since", "2026-11-30T12:00:00"), "has no offset from UTC"),
+        (("--since", "1h", "--until", "2h"), "--until is not later than --since"),
+        (("--since", "1h", "--rate", "0"), "--rate"),
+        ((), "--since"),
+    ],
+)
+async def test_what_cannot_be_done_is_one_readable_line(
+    outbox: OutboxUnderTest, arguments: tuple[str, ...], message: str
+) -> None:
+    status, said, complained = await command(outbox, *arguments)
+    assert (status, said) == (2, "")
+    assert message in complained
     assert "Traceback" not in complained
