@@ -20,6 +20,25 @@ log = structlog.get_logger(__name__)
 # What a crash or a failover to a synchronous standby cannot take back; `local` and `remote_write` can lose commits.
 DURABLE = ("on", "remote_apply")
 
+# What a transaction-pooling proxy carries from client to server by itself, and nothing depends on.
+_CARRIED = frozenset({"application_name", "timezone"})
+
+# Time limits: whatever the role has will do, as long as there is one.
+_LIMITS = frozenset(
+    {
+        "client_connection_check_interval",
+        "lock_timeout",
+        "transaction_timeout",
+        "idle_in_transaction_session_timeout",
+    }
+)
+
+_IN_FORCE = """
+    SELECT current_user AS role, current_database() AS database,
+           (SELECT array_agg(coalesce(current_setting(s.name, true), '') ORDER BY s.place)
+            FROM unnest($1::text[]) WITH ORDINALITY AS s (name, place)) AS found
+"""
+
 # One naming convention for both databases, so that a migration can name what it drops.
 NAMING_CONVENTION = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -74,21 +93,52 @@ class Database:
 
     async def _connect(self) -> asyncpg.Connection:
         # The driver reads the address itself, so that everything libpq's form allows works: sslmode, several hosts.
-        connection = await asyncpg.connect(
-            self.dsn,
-            timeout=self.settings.connect_timeout_seconds,
-            command_timeout=self.settings.command_timeout_seconds,
-            server_settings=self.server_settings(),
-        )
-        # Asked, not assumed: a proxy may have dropped the settings on their way.
-        found = await connection.fetchval("SHOW synchronous_commit")
-        if found not in DURABLE:
-            await connection.close()
+        try:
+            connection = await asyncpg.connect(
+                self.dsn,
+                timeout=self.settings.connect_timeout_seconds,
+                command_timeout=self.settings.command_timeout_seconds,
+                server_settings=self.server_settings(),
+            )
+        except asyncpg.ProtocolViolationError as error:
+            if "startup parameter" in str(error):
+                raise Refused(self._unknown_to_the_proxy(str(error))) from error
+            raise
+        try:
+            await self._check_session(connection)
+        except BaseException:
+            connection.terminate()
+            raise
+        return connection
+
+    async def _check_session(self, connection: asyncpg.Connection) -> None:
+        """Raise Refused when a setting is not in force. Asked, not assumed: a proxy may have dropped it on its way."""
+        wanted = {name: value for name, value in self.server_settings().items() if name not in _CARRIED}
+        [row] = await connection.fetch(_IN_FORCE, list(wanted))
+        found = dict(zip(wanted, row["found"], strict=True))
+        durable = found["synchronous_commit"]
+        if durable not in DURABLE:
             raise Refused(
-                f"synchronous_commit is {found} in the sessions of {self.settings.application_name}: a crash may "
+                f"synchronous_commit is {durable} in the sessions of {self.settings.application_name}: a crash may "
                 "forget orders or charges that were acknowledged. Set it to on, here and in a proxy."
             )
-        return connection
+        lost = {name: value for name, value in wanted.items() if not _holds(name, value, found[name])}
+        if lost:
+            raise Refused(
+                f"a proxy drops settings that the sessions of {self.settings.application_name} ask for: "
+                f"{', '.join(lost)}. Without them a session that hangs holds up others for ever, or a query takes "
+                "a slow plan. Give them to the role, then let the proxy reconnect to the server: "
+                + _given_to_role(row["role"], row["database"], lost)
+            )
+
+    def _unknown_to_the_proxy(self, error: str) -> str:
+        url = make_url(self.settings.url)
+        wanted = {name: value for name, value in self.server_settings().items() if name not in _CARRIED}
+        return (
+            f"a proxy refuses the settings that the sessions of {self.settings.application_name} ask for ({error}). "
+            f"List them in its ignore_startup_parameters ({','.join(wanted)}), give them to the role, and let it "
+            "reconnect to the server: " + _given_to_role(url.username or "", url.database or "", wanted)
+        )
 
     async def driver_connection(self) -> asyncpg.Connection:
         """Return a new connection of the driver itself, outside of the pool; the caller closes it."""
@@ -154,6 +204,16 @@ class Database:
 def libpq_dsn(url: str) -> str:
     """Return the address without SQLAlchemy's driver name."""
     return make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
+
+
+def _holds(name: str, wanted: str, found: str) -> bool:
+    return found not in ("", "0") if name in _LIMITS else found == wanted
+
+
+def _given_to_role(role: str, database: str, settings: Mapping[str, str]) -> str:
+    return " ".join(
+        f'ALTER ROLE "{role}" IN DATABASE "{database}" SET {name} = \'{value}\';' for name, value in settings.items()
+    )
 
 
 def _milliseconds(seconds: float) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 
 import asyncpg
 import structlog
@@ -108,14 +107,14 @@ class Listener(BackgroundService):
             if not await self._reached_by_a_call(connection):
                 self.readiness = _DEAF
                 log.warning("listener.deaf", reason=_DEAF.reason)
-                await self.pause(_DEAF_SECONDS)
+                await self.pause(self._retry_seconds)
                 return
             self._hears(connected=True)
             self.readiness = READY
             self.backoff.reset()
             while not self.stopping.is_set():
                 await self.pause(self._ping_seconds)
-                async with asyncio.timeout(self._deadline_seconds):
+                async with asyncio.timeout(self._call_deadline_seconds):
                     await connection.execute("SELECT 1")
         finally:
             if self.connected:
@@ -135,7 +134,7 @@ class Listener(BackgroundService):
         caller = await _connect(self._dsn, "listener's check")
         try:
             await caller.execute("SELECT pg_notify($1, '')", channel)
-            async with asyncio.timeout(self._deadline_seconds):
+            async with asyncio.timeout(self._call_deadline_seconds):
                 await heard.wait()
         except TimeoutError:
             return False
@@ -143,15 +142,6 @@ class Listener(BackgroundService):
             await _close(caller)
         await connection.remove_listener(channel, hear)
         return True
-
-
-_NOT_LISTENING = Readiness(State.DEGRADED, "not listening; polling instead, so work is found a little later")
-_DEAF = Readiness(
-    State.DEGRADED,
-    "deaf: LISTEN works and no notification arrives, as behind a transaction-pooling proxy. Work is found by polling, a "
-    "little later. Set …_LISTEN_DATABASE_URL to an address that leads straight to the database.",
-)
-_DEAF_SECONDS = 30.0
 
 
 async def _connect(dsn: str, purpose: str) -> asyncpg.Connection:
