@@ -78,8 +78,10 @@ class OutboxUnderTest:
         self.published += len(events)
 
     @asynccontextmanager
-    async def relay(self, publishing: PublisherSettings | None = None, **changes: object) -> AsyncIterator[Relay]:
-        """Run a relay in this process."""
+    async def relay(
+        self, publishing: PublisherSettings | None = None, url: str | None = None, **changes: object
+    ) -> AsyncIterator[Relay]:
+        """Run a relay in this process; `url` leads it to the database by another way."""
         settings = OutboxSettings(
             **{
                 "listen_dsn": self.dsn,
@@ -92,7 +94,8 @@ class OutboxUnderTest:
                 **changes,
             }  # type: ignore[arg-type]
         )
-        pool = relay_database(database_settings(self.database.settings.url, pool_size=6), settings.lease_seconds)
+        way = database_settings(url or self.database.settings.url, pool_size=6)
+        pool = relay_database(way, settings.lease_seconds)
         services = relay_services(pool, settings)
         relay = next(service for service in services if isinstance(service, Relay))
         if publishing is not None:
