@@ -53,7 +53,9 @@ def build(settings: BillingServiceSettings, roles: Collection[str] = ROLES) -> F
         services.append(BacklogMonitor(relay_pool, settings.backlog_degraded_after_seconds))
         services += relay_services(relay_pool, settings.outbox())
     if "consumer" in roles:
-        services += _consumer(settings, database)
+        upkeep_pool = Database(settings.direct_database("upkeep", pool_size=2))
+        other_databases.append(upkeep_pool)
+        services += _consumer(settings, database, upkeep_pool)
     if "executor" in roles:
         executor_pool = executor_database(settings)
         other_databases.append(executor_pool)
@@ -72,7 +74,7 @@ def build(settings: BillingServiceSettings, roles: Collection[str] = ROLES) -> F
     return app
 
 
-def _consumer(settings: BillingServiceSettings, database: Database) -> list[Service]:
+def _consumer(settings: BillingServiceSettings, database: Database, upkeep_pool: Database) -> list[Service]:
     """Order events become charges; the executor is woken after each commit."""
     notifier = Notifier(settings.listen_dsn, CHARGE_CHANNEL)
     notifier.name = "charge-notifier"
@@ -83,7 +85,7 @@ def _consumer(settings: BillingServiceSettings, database: Database) -> list[Serv
         units=UnitsOfWork(database),
         handler=OrderConfirmedHandler(notifier.signal),
     )
-    return [notifier, consumer, InboxUpkeep(database, window_days=settings.dedup_window_days)]
+    return [notifier, consumer, InboxUpkeep(upkeep_pool, window_days=settings.dedup_window_days)]
 
 
 def executor_database(settings: BillingServiceSettings) -> Database:

@@ -18,7 +18,6 @@ from shared.kafka.topics import TopicSpec
 from shared.lifecycle import Service
 from shared.outbox.admission import Admission, BacklogLimits
 from shared.outbox.append import EventWriter
-from shared.outbox.backlog import COUNTED
 from shared.outbox.bootstrap import relay_services
 from shared.outbox.log import relay_database
 from shared.outbox.upkeep import BacklogMonitor
@@ -42,14 +41,10 @@ def build(settings: OrderServiceSettings, roles: Collection[str] = ROLES) -> Fas
     notifier = Notifier(settings.listen_dsn, OUTBOX_CHANNEL)
     units = UnitsOfWork(database, EventWriter(signal=notifier.signal))
     limits = BacklogLimits(settings.max_unpublished_events, settings.max_unpublished_age_seconds)
-    monitor = BacklogMonitor(
-        relay_pool,
-        settings.backlog_degraded_after_seconds,
-        interval_seconds=0.5 if limits != BacklogLimits() else 2.0,
-        count=max(COUNTED, (limits.events or 0) + 1),
-    )
+    monitor = BacklogMonitor(relay_pool, settings.backlog_degraded_after_seconds, limits)
     checkout = Checkout(units, Admission(limits, monitor.latest))
     services: list[Service] = []
+    other_databases = [relay_pool]
     if "api" in roles:
         services.append(notifier)
     if "api" in roles or "relay" in roles:
@@ -57,12 +52,14 @@ def build(settings: OrderServiceSettings, roles: Collection[str] = ROLES) -> Fas
     if "relay" in roles:
         services += relay_services(relay_pool, settings.outbox())
     if "consumer" in roles:
-        services += _consumer(settings, database)
+        upkeep_pool = Database(settings.direct_database("upkeep", pool_size=2))
+        other_databases.append(upkeep_pool)
+        services += _consumer(settings, database, upkeep_pool)
     app = create_app(
         title="Order service",
         version="1",
         database=database,
-        other_databases=[relay_pool],
+        other_databases=other_databases,
         services=services,
         state={"checkout": checkout, "consumer_group": settings.consumer_group},
         max_body_bytes=settings.max_body_bytes,
@@ -72,7 +69,7 @@ def build(settings: OrderServiceSettings, roles: Collection[str] = ROLES) -> Fas
     return app
 
 
-def _consumer(settings: OrderServiceSettings, database: Database) -> list[Service]:
+def _consumer(settings: OrderServiceSettings, database: Database, upkeep_pool: Database) -> list[Service]:
     """Results of payments become the orders' payment status."""
     consumer = InboxConsumer(
         settings=settings.inbox(),
@@ -81,4 +78,4 @@ def _consumer(settings: OrderServiceSettings, database: Database) -> list[Servic
         units=UnitsOfWork(database),
         handler=PaymentHandler(),
     )
-    return [consumer, InboxUpkeep(database, window_days=settings.dedup_window_days)]
+    return [consumer, InboxUpkeep(upkeep_pool, window_days=settings.dedup_window_days)]

@@ -17,7 +17,7 @@ class OrderServiceSettings(ServiceSettings):
     database_url: SecretStr = SecretStr("postgresql://order_service:order_service@127.0.0.1:5432/order_service")
     consumer_group: str = Field("order-payment-result", min_length=1)
     max_unpublished_events: int | None = Field(
-        None, ge=1, le=10_000_000, description="past it POST /orders answers 503; unset: no limit"
+        None, ge=1, le=1_000_000, description="past it POST /orders answers 503; unset: no limit"
     )
     max_unpublished_age_seconds: float | None = Field(None, gt=0, description="likewise, of the oldest event")
     port: int = Field(8001, ge=1, le=65535)

@@ -79,7 +79,7 @@ def service_app(
         """Bring the database to the newest schema and register the topics; safe to run again."""
         with readable_errors(name):
             settings = _configured(settings_class)
-            database = settings.database("migrate")
+            database = settings.direct_database("migrate")
             topics = owned_topics(settings)
             asyncio.run(migrate_database(package, database, metadata, topics, settings.dedup_window_days, wait_seconds))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, ClassVar
 
 from pydantic import Field, SecretStr, field_validator
@@ -32,7 +33,9 @@ class ServiceSettings(BaseSettings):
     database_url: SecretStr
     database_pool_size: int = Field(10, ge=1, le=200)
     listen_database_url: SecretStr | None = Field(
-        None, description="for LISTEN and NOTIFY when database_url leads through a transaction-pooling proxy"
+        None,
+        description="the direct address, for LISTEN, NOTIFY, inbox upkeep and migrations, when database_url leads "
+        "through a transaction-pooling proxy",
     )
 
     kafka_bootstrap_servers: str = "127.0.0.1:9092"
@@ -60,7 +63,7 @@ class ServiceSettings(BaseSettings):
         ge=0,
         description="refused events that are parked before the relay takes the topic to be at fault",
     )
-    outbox_retention_hours: float = Field(72.0, gt=0)
+    outbox_retention_hours: float = Field(72.0, gt=0, le=17_520, description="published events are kept so long")
     backlog_degraded_after_seconds: Seconds = 30.0
 
     consumers_dedup_window_days: int = Field(
@@ -87,6 +90,11 @@ class ServiceSettings(BaseSettings):
             application_name=f"{self.service} {purpose}",
             pool_size=pool_size or self.database_pool_size,
         )
+
+    def direct_database(self, purpose: str, pool_size: int | None = None) -> DatabaseSettings:
+        """Return likewise for work that needs a session of its own, with locks that outlast a transaction."""
+        through = self.listen_database_url or self.database_url
+        return replace(self.database(purpose, pool_size), url=through.get_secret_value())
 
     @property
     def listen_dsn(self) -> str:

@@ -26,6 +26,14 @@ class BacklogLimits:
     events: int | None = None
     age_seconds: float | None = None
 
+    def excess(self, backlog: Backlog) -> str:
+        """Return which limit the backlog is past, in words; an empty string when it is past none."""
+        if self.events is not None and backlog.events > self.events:
+            return f"more than {self.events} events wait to be published"
+        if self.age_seconds is not None and backlog.oldest_age_seconds > self.age_seconds:
+            return f"the oldest event has waited to be published for more than {self.age_seconds:g} s"
+        return ""
+
 
 class Admission:
     """Asks the last measurement of the backlog. Where there is none, work is admitted: its own insert will tell."""
@@ -37,7 +45,7 @@ class Admission:
     def check(self) -> None:
         """Raise Unavailable, with Retry-After, while the backlog is past a limit."""
         backlog = self._latest()
-        problem = _excess(backlog, self._limits) if backlog else ""
+        problem = self._limits.excess(backlog) if backlog else ""
         if problem:
             REFUSED.inc()
             raise Unavailable(
@@ -45,11 +53,3 @@ class Admission:
                 "later. What was accepted before is safe",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             )
-
-
-def _excess(backlog: Backlog, limits: BacklogLimits) -> str:
-    if limits.events is not None and backlog.events > limits.events:
-        return f"more than {limits.events} events wait to be published"
-    if limits.age_seconds is not None and backlog.oldest_age_seconds > limits.age_seconds:
-        return f"the oldest event has waited to be published for more than {limits.age_seconds:g} s"
-    return ""

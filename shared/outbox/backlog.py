@@ -15,22 +15,24 @@ COUNTED = 50_000
 class Backlog:
     """What waits in the outbox. `events` is a lower bound when `at_least`.
 
-    `parked` events wait beside it for a person: those that the broker refused and those behind them.
+    `parked` events wait beside it for a person: the `refused` ones, and those behind them.
     """
 
     events: int
     at_least: bool
     oldest_age_seconds: float
     parked: int = 0
+    refused: int = 0
 
 
 async def measure_backlog(connection: AsyncConnection, most: int = COUNTED) -> Backlog:
-    """Count up to `most` unpublished events by index, and those that are parked (field report F40).
+    """Count up to `most` unpublished events by index, and as many that are parked (field report F40).
 
     Use a connection of `relay_database`: a plan cached while the log was empty would read all of it (F8).
     """
     row = (await connection.execute(_BACKLOG, {"most": most})).one()
-    return Backlog(row.events, row.events >= most, max(0.0, float(row.oldest_age_seconds or 0.0)), row.parked)
+    age_seconds = max(0.0, float(row.oldest_age_seconds or 0.0))
+    return Backlog(row.events, row.events >= most, age_seconds, row.parked, row.refused)
 
 
 _BACKLOG = text("""
@@ -54,9 +56,11 @@ _BACKLOG = text("""
             SELECT e.created_at FROM outbox_event e
             WHERE e.bucket = c.bucket AND e.position > c.position ORDER BY e.position LIMIT 1
         ) AS first
-    ) AS oldest_age_seconds, (
-        SELECT count(*) FROM outbox_parked WHERE settled_at IS NULL
-    ) AS parked
+    ) AS oldest_age_seconds, aside.parked, aside.refused
+    FROM (
+        SELECT count(*) AS parked, count(*) FILTER (WHERE waiting.refused) AS refused
+        FROM (SELECT refused FROM outbox_parked WHERE settled_at IS NULL LIMIT :most) AS waiting
+    ) AS aside
 """)
 
 

@@ -11,6 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from shared.database import Database
 from shared.lifecycle import READY, Readiness, State
+from shared.outbox.admission import BacklogLimits
 from shared.outbox.backlog import COUNTED, Backlog, measure_backlog
 from shared.outbox.log import OutboxLog
 from shared.schedule import PeriodicService
@@ -19,9 +20,13 @@ log = structlog.get_logger(__name__)
 
 UNPUBLISHED = Gauge("outbox_unpublished_events", f"Events waiting in the outbox; a lower bound from {COUNTED} on.")
 PARKED = Gauge("outbox_parked_events", "Parked events that wait for a person: refused by the broker, or behind one.")
+PARKED_HEADS = Gauge("outbox_parked_heads", "Those of them that the broker refused; the others wait behind these.")
+REFUSING = Gauge("outbox_backpressure", "Whether new work is refused because too much waits in the outbox (1) or not.")
 OLDEST_AGE = Gauge("outbox_oldest_unpublished_age_seconds", "Age of the oldest event that waits in the outbox.")
 DELETED = Counter("outbox_deleted_rows", "Rows removed after the retention.", ["table"])
 KEEPER_LAG = Gauge("outbox_keeper_lag_seconds", "How much longer than the retention the oldest published row is kept.")
+
+NO_LIMITS = BacklogLimits()
 
 # 0x4B454550 is "KEEP".
 _KEEPER_LOCK = 0x4B454550
@@ -30,18 +35,26 @@ _KEEPER_LOCK = 0x4B454550
 class BacklogMonitor(PeriodicService):
     """Measures what waits in the outbox; degraded, with the reason, while events do not leave or are parked.
 
-    Takes a database of `log.relay_database`, for the plans that the measurement needs.
+    Takes a database of `log.relay_database`, for the plans that the measurement needs. `limits` are those past which
+    new work is refused; it counts one event further than their number.
     """
 
     name = "outbox-backlog"
 
     def __init__(
-        self, database: Database, degraded_after_seconds: float, interval_seconds: float = 2.0, count: int = COUNTED
+        self,
+        database: Database,
+        degraded_after_seconds: float,
+        limits: BacklogLimits = NO_LIMITS,
+        interval_seconds: float | None = None,
     ) -> None:
+        if interval_seconds is None:
+            interval_seconds = 2.0 if limits == NO_LIMITS else 0.5
         super().__init__(interval_seconds)
         self._outbox = OutboxLog(database)
         self._degraded_after_seconds = degraded_after_seconds
-        self._count = count
+        self._limits = limits
+        self._count = max(COUNTED, (limits.events or 0) + 1)
         self._stale_after_seconds = 5 * interval_seconds
         self._measured: tuple[float, Backlog] | None = None
 
@@ -58,21 +71,33 @@ class BacklogMonitor(PeriodicService):
         UNPUBLISHED.set(backlog.events)
         OLDEST_AGE.set(backlog.oldest_age_seconds)
         PARKED.set(backlog.parked)
-        self.readiness = READY
-        if backlog.parked:
-            self.readiness = Readiness(
+        PARKED_HEADS.set(backlog.refused)
+        excess = self._limits.excess(backlog)
+        REFUSING.set(bool(excess))
+        self.readiness = self._judge(backlog, excess)
+
+    def _judge(self, backlog: Backlog, excess: str) -> Readiness:
+        if excess:
+            return Readiness(
                 State.DEGRADED,
-                f"{backlog.parked} events are parked: the broker refused some for good and the later ones of their "
-                "keys wait behind them. Their orders are not charged meanwhile, all others are. See `outbox parked "
-                "list`.",
+                f"new orders are refused with 503: {excess}. What was accepted is safe and reading goes on; orders are "
+                "taken again as soon as events leave: look at the relay and at Kafka.",
             )
         if backlog.oldest_age_seconds > self._degraded_after_seconds:
             count = f"{'at least ' if backlog.at_least else ''}{backlog.events}"
-            self.readiness = Readiness(
+            return Readiness(
                 State.DEGRADED,
                 f"events do not leave the outbox: {count} wait, the oldest for {backlog.oldest_age_seconds:.0f} s. "
-                "Orders are accepted and nothing is lost; look at the relay and at Kafka.",
+                "Work is accepted and nothing is lost; look at the relay and at Kafka.",
             )
+        if backlog.parked:
+            return Readiness(
+                State.DEGRADED,
+                f"{backlog.parked} events are parked: the broker refused some for good and the later ones of their "
+                "keys wait behind them. Their consumers hear nothing of them meanwhile; all other keys go on. See "
+                "`outbox parked list`.",
+            )
+        return READY
 
 
 class OutboxKeeper(PeriodicService):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import asyncpg
 import pytest
@@ -11,10 +13,14 @@ from prometheus_client import REGISTRY
 from sqlalchemy import text
 
 from chargeonce.stack import KafkaBroker
+from shared.errors import Unavailable
 from shared.lifecycle import State
+from shared.outbox import upkeep
+from shared.outbox.admission import Admission, BacklogLimits
 from shared.outbox.append import bucket_of
+from shared.outbox.log import relay_database
 from shared.outbox.upkeep import BacklogMonitor, OutboxKeeper
-from tests.support.outbox import OutboxUnderTest, outbox_under_test, scalar
+from tests.support.outbox import OutboxUnderTest, database_settings, outbox_under_test, scalar
 
 AT_ONCE = 1e-9
 """A retention, in hours, that is over as soon as a row is there."""
@@ -146,10 +152,81 @@ async def test_the_keepers_lag_tells_how_long_rows_are_kept_too_long(outbox: Out
 
 async def test_parked_events_are_a_metric_and_make_the_process_degraded(outbox: OutboxUnderTest) -> None:
     await outbox.publish(outbox.event("bad", 0))
+    await outbox.publish(outbox.event("bad", 1))
     await park(outbox, "bad", None)
+    async with outbox.database.engine.begin() as connection:
+        await connection.execute(text("UPDATE outbox_parked SET refused = (payload = 'bad:0')"))
     await mark_published(outbox)
     monitor = BacklogMonitor(outbox.database, degraded_after_seconds=30)
     await monitor.do()
-    assert REGISTRY.get_sample_value("outbox_parked_events") == 1
+    assert REGISTRY.get_sample_value("outbox_parked_events") == 2
+    assert REGISTRY.get_sample_value("outbox_parked_heads") == 1
     assert monitor.ready().state is State.DEGRADED
     assert "outbox parked list" in monitor.ready().reason
+
+
+@pytest.mark.parametrize("limits", [BacklogLimits(events=2), BacklogLimits(age_seconds=0.001)])
+async def test_past_a_limit_the_process_is_degraded_and_says_that_it_refuses(
+    outbox: OutboxUnderTest, limits: BacklogLimits
+) -> None:
+    monitor = BacklogMonitor(outbox.database, 30, limits)
+    await outbox.publish(*(outbox.event("order-1", number) for number in range(3)))
+    await asyncio.sleep(0.002)  # the events' age is what is measured
+    await monitor.do()
+    assert monitor.ready().state is State.DEGRADED
+    assert "refused with 503" in monitor.ready().reason
+    assert REGISTRY.get_sample_value("outbox_backpressure") == 1
+    with pytest.raises(Unavailable):
+        Admission(limits, monitor.latest).check()
+    await mark_published(outbox)
+    await monitor.do()
+    assert monitor.ready().state is State.READY
+    assert REGISTRY.get_sample_value("outbox_backpressure") == 0
+    Admission(limits, monitor.latest).check()
+
+
+async def test_a_measurement_that_is_too_old_refuses_nothing(
+    outbox: OutboxUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = BacklogLimits(events=1)
+    monitor = BacklogMonitor(outbox.database, 30, limits)
+    await outbox.publish(*(outbox.event("order-1", number) for number in range(3)))
+    await monitor.do()
+    with pytest.raises(Unavailable):
+        Admission(limits, monitor.latest).check()
+    later = time.monotonic() + 60
+    monkeypatch.setattr("shared.outbox.upkeep.time", SimpleNamespace(monotonic=lambda: later))
+    Admission(limits, monitor.latest).check()
+
+
+async def test_f7_f8_cleaning_100k_rows_walks_the_index_in_bounded_chunks_whatever_the_statistics_say(
+    outbox: OutboxUnderTest,
+) -> None:
+    pool = relay_database(database_settings(outbox.dsn, pool_size=2), lease_seconds=10.0)
+    rows = 100_000
+    try:
+        async with outbox.database.engine.begin() as connection:
+            await connection.execute(text("ANALYZE outbox_event, outbox_progress, outbox_parked"))
+            await connection.execute(text("ALTER TABLE outbox_event DISABLE TRIGGER outbox_event_draw_position"))
+            await connection.execute(_MANY_EVENTS, {"rows": rows, "topic": outbox.topic})
+            await connection.execute(text("ALTER TABLE outbox_event ENABLE TRIGGER outbox_event_draw_position"))
+        await mark_published(outbox)
+        async with pool.engine.begin() as connection:
+            explained = await connection.execute(text(f"EXPLAIN {upkeep._CLEAN_EVENTS}"), {"hours": AT_ONCE})
+            plan = "\n".join(line for (line,) in explained)
+        assert "Seq Scan on outbox_event" not in plan, plan
+        assert "Sort" not in plan, plan
+        keeper = OutboxKeeper(pool, AT_ONCE)
+        async with pool.engine.begin() as connection:
+            assert 0 < await keeper._clean_chunk(connection) <= 96 * 50 * 2 + 1000
+        async with asyncio.timeout(60):
+            await keeper.do()
+        assert await events(outbox) == 0
+    finally:
+        await pool.close()
+
+
+_MANY_EVENTS = text("""
+    INSERT INTO outbox_event (event_id, bucket, position, topic, key, event_type, payload)
+    SELECT gen_random_uuid(), n % 96, n, :topic, 'k', 'e', 'p' FROM generate_series(1, :rows) AS n
+""")
