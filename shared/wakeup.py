@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import asyncpg
 import structlog
@@ -100,8 +101,9 @@ class Listener(BackgroundService):
     async def run(self) -> None:
         connection = await _connect(self._dsn, "listener")
         try:
-            for channel, callback in self._callbacks.items():
-                await connection.add_listener(channel, lambda *_, callback=callback: callback())
+            async with asyncio.timeout(self._call_deadline_seconds):
+                for channel, callback in self._callbacks.items():
+                    await connection.add_listener(channel, lambda *_, callback=callback: callback())
             for callback in self._callbacks.values():
                 callback()
             if not await self._reached_by_a_call(connection):
@@ -123,25 +125,30 @@ class Listener(BackgroundService):
             await _close(connection)
 
     async def _reached_by_a_call(self, connection: asyncpg.Connection) -> bool:
-        """Tell whether a notification from another connection arrives within the deadline."""
+        """Tell whether a notification from another connection arrives within the deadline.
+
+        One from this connection would prove nothing: behind a transaction-pooling proxy it may come back by chance, in
+        the reply to its own transaction, while what others send goes to nobody.
+        """
         heard = asyncio.Event()
         channel = f"chargeonce_{secrets.token_hex(8)}"
 
         def hear(*_: object) -> None:
             heard.set()
 
-        await connection.add_listener(channel, hear)
+        async with asyncio.timeout(self._call_deadline_seconds):
+            await connection.add_listener(channel, hear)
         caller = await _connect(self._dsn, "listener's check")
         try:
-            await caller.execute("SELECT pg_notify($1, '')", channel)
             async with asyncio.timeout(self._call_deadline_seconds):
-                await heard.wait()
-        except TimeoutError:
-            return False
+                await caller.execute("SELECT pg_notify($1, '')", channel)
         finally:
             await _close(caller)
-        await connection.remove_listener(channel, hear)
-        return True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._call_deadline_seconds):
+                await heard.wait()
+                await connection.remove_listener(channel, hear)
+        return heard.is_set()
 
 
 async def _connect(dsn: str, purpose: str) -> asyncpg.Connection:
