@@ -6,17 +6,21 @@ looked at again under the lock, so a race ends in a clear answer and not in both
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
 from uuid import UUID
 
 from sqlalchemy import Row, text
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncTransaction
 
 from shared.database import Database
-from shared.errors import NotFound, Refused
+from shared.errors import NotFound, Refused, Unavailable, sqlstate
+
+_ROWS_HELD = frozenset({"55P03", "40P01"})  # lock_not_available (lock_timeout), deadlock_detected
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +119,7 @@ async def release_key_of(database: Database, event_id: UUID, by: str, channel: s
 
     Raises NotFound, and Refused when the event was settled already.
     """
-    async with database.engine.connect() as connection, connection.begin() as transaction:
+    async with _deciding(database) as (connection, transaction):
         row = await _locked(connection, event_id)
         released = await connection.execute(_RELEASE_KEY, {"bucket": row.bucket, "key": row.key, "by": by})
         await _finish(transaction, connection, channel, dry_run=dry_run)
@@ -124,7 +128,7 @@ async def release_key_of(database: Database, event_id: UUID, by: str, channel: s
 
 async def release_all(database: Database, selection: Selection, by: str, channel: str, *, dry_run: bool) -> int:
     """Release every key that has a parked event of the selection; return how many events will be published."""
-    async with database.engine.connect() as connection, connection.begin() as transaction:
+    async with _deciding(database) as (connection, transaction):
         await connection.execute(_LOCK_SELECTED, selection.parameters)
         released = await connection.execute(_RELEASE_SELECTED, {**selection.parameters, "by": by})
         await _finish(transaction, connection, channel, dry_run=dry_run)
@@ -136,7 +140,7 @@ async def discard(database: Database, event_id: UUID, by: str, reason: str, *, d
 
     Raises NotFound, and Refused when it was settled already or is released, for then the relay may be sending it.
     """
-    async with database.engine.connect() as connection, connection.begin() as transaction:
+    async with _deciding(database) as (connection, transaction):
         row = await _locked(connection, event_id)
         if row.released:
             raise Refused(
@@ -149,6 +153,21 @@ async def discard(database: Database, event_id: UUID, by: str, reason: str, *, d
         if dry_run:
             await transaction.rollback()
         return count
+
+
+@asynccontextmanager
+async def _deciding(database: Database) -> AsyncIterator[tuple[AsyncConnection, AsyncTransaction]]:
+    """Open a decision's transaction. Raises Unavailable when it lost against another one that held the rows."""
+    try:
+        async with database.engine.connect() as connection, connection.begin() as transaction:
+            yield connection, transaction
+    except DBAPIError as error:
+        if sqlstate(error) not in _ROWS_HELD:
+            raise
+        raise Unavailable(
+            "another operator or the relay holds these events and did not let go of them in time: nothing was "
+            "changed. Run the same command again"
+        ) from error
 
 
 async def _locked(connection: AsyncConnection, event_id: UUID) -> Row[Any]:
@@ -167,7 +186,7 @@ async def _locked(connection: AsyncConnection, event_id: UUID) -> Row[Any]:
     return row
 
 
-async def _finish(transaction: Any, connection: AsyncConnection, channel: str, *, dry_run: bool) -> None:
+async def _finish(transaction: AsyncTransaction, connection: AsyncConnection, channel: str, *, dry_run: bool) -> None:
     """Wake the relay with the commit: an operator's transaction is rare, so its NOTIFY serialises nobody."""
     if dry_run:
         await transaction.rollback()
@@ -222,8 +241,10 @@ _STATE = text("""
                    AND r.settled_at IS NULL AND r.released_at IS NOT NULL) AS released
     FROM outbox_parked p WHERE p.event_id = :event_id
 """)
+# Who released first stays on record.
 _RELEASE_KEY = text("""
-    UPDATE outbox_parked SET released_at = clock_timestamp(), released_by = :by
+    UPDATE outbox_parked
+    SET released_at = coalesce(released_at, clock_timestamp()), released_by = coalesce(released_by, :by)
     WHERE bucket = :bucket AND key = :key AND settled_at IS NULL
 """)
 _LOCK_SELECTED = text(
@@ -232,7 +253,8 @@ _LOCK_SELECTED = text(
 )
 _RELEASE_SELECTED = text(
     f"""
-    UPDATE outbox_parked SET released_at = clock_timestamp(), released_by = :by
+    UPDATE outbox_parked
+    SET released_at = coalesce(released_at, clock_timestamp()), released_by = coalesce(released_by, :by)
     WHERE (bucket, key) IN ({_KEYS}) AND settled_at IS NULL
 """  # noqa: S608
 )

@@ -267,6 +267,51 @@ async def test_a_release_wakes_the_relay_and_a_dry_run_does_not(outbox: OutboxUn
         await listener.close()
 
 
+async def test_a_second_release_keeps_on_record_who_released_first(outbox: OutboxUnderTest) -> None:
+    event = outbox.event("order-1", 0)
+    await park(outbox, event)
+    for operator in ("ada", "bob"):
+        assert await release_key_of(outbox.database, event.event_id, operator, OUTBOX_CHANNEL, dry_run=False) == 1
+    assert await scalar(outbox.database, "SELECT released_by FROM outbox_parked") == "ada"
+
+
+async def test_rows_that_stay_held_are_told_in_one_line_and_nothing_changes(outbox: OutboxUnderTest) -> None:
+    event = outbox.event("order-1", 0)
+    await park(outbox, event)
+    async with outbox.database.engine.connect() as other:
+        await decide(other, "note = note", event)
+        told = await command(outbox, "release", str(event.event_id), "--by", "ada")
+    assert told.status == 2
+    assert "nothing was changed. Run the same command again" in told.complained
+    assert told.complained.count("\n") == 1
+    assert await released(outbox) == 0
+
+
+async def everything_settled(outbox: OutboxUnderTest) -> None:
+    async with asyncio.timeout(20):
+        while await scalar(outbox.database, "SELECT count(*) FROM outbox_parked WHERE settled_at IS NULL"):
+            await asyncio.sleep(0.02)
+
+
+async def test_f13_refused_listed_and_released_after_the_topic_takes_more(outbox: OutboxUnderTest) -> None:
+    await outbox.limit_message_bytes(20_000)
+    bad = outbox.event("order-1", 0, payload=b"order-1:0:" + b"x" * 30_000)
+    await outbox.publish(bad)
+    await outbox.publish(*(outbox.event("order-1", number) for number in range(1, 4)))
+    async with outbox.relay():
+        await outbox.drained()
+        assert f"{bad.event_id} test.happened.v1" in (await command(outbox, "list")).said
+        await outbox.limit_message_bytes(1_000_000)
+        told = await command(outbox, "release", "--all", "--reason-contains", "MessageSizeTooLarge", "--by", "ada")
+        assert told.said.startswith("4 events are released")
+        await everything_settled(outbox)
+        await outbox.publish(outbox.event("order-1", 4))
+        await outbox.drained()
+        assert "nothing is parked" in (await command(outbox, "list")).said
+    first_copies = list(dict.fromkeys(record.value[:9] for record in await outbox.arrived()))
+    assert first_copies == [f"order-1:{number}".encode() for number in range(5)]
+
+
 async def test_f13_refused_listed_discarded_and_the_rest_released(outbox: OutboxUnderTest) -> None:
     await outbox.limit_message_bytes(20_000)
     bad = outbox.event("order-1", 0, payload=b"order-1:0:" + b"x" * 30_000)
@@ -280,9 +325,7 @@ async def test_f13_refused_listed_discarded_and_the_rest_released(outbox: Outbox
         assert not any(event["refused"] for event in behind)
         assert (await command(outbox, "discard", head["event_id"], "--by", "ada", "--reason", "too large")).status == 0
         assert (await command(outbox, "release", behind[0]["event_id"], "--by", "ada")).status == 0
-        async with asyncio.timeout(20):
-            while await scalar(outbox.database, "SELECT count(*) FROM outbox_parked WHERE settled_at IS NULL"):
-                await asyncio.sleep(0.02)
+        await everything_settled(outbox)
         await outbox.publish(outbox.event("order-1", 4))
         await outbox.drained()
     assert [record.value for record in await outbox.arrived()] == [
