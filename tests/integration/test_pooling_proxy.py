@@ -13,7 +13,7 @@ from sqlalchemy import text
 
 from chargeonce.stack import KafkaBroker
 from shared.database import Database
-from shared.errors import Refused, is_transient
+from shared.errors import is_transient
 from shared.lifecycle import State, running
 from shared.outbox.append import EventWriter
 from shared.outbox.log import PLANNER_SWITCHES, relay_database
@@ -21,33 +21,7 @@ from shared.unit_of_work import UnitsOfWork
 from shared.wakeup import Listener, Notifier
 from tests.support.outbox import OutboxUnderTest, database_settings, outbox_under_test, scalar, until
 from tests.support.pooling_proxy import PoolingProxy, pooling_proxy
-
-IGNORED = (
-    "jit",
-    "synchronous_commit",
-    "client_connection_check_interval",
-    "lock_timeout",
-    "transaction_timeout",
-    "idle_in_transaction_session_timeout",
-    *PLANNER_SWITCHES,
-)
-
-
-async def follow(remedy: str, url: str) -> None:
-    """Run the statements that a message gives."""
-    statements = re.findall(r'ALTER ROLE "\w+" IN DATABASE "\w+" SET \w+ = \'\w+\';', remedy)
-    assert statements, remedy
-    connection = await asyncpg.connect(url.replace("+asyncpg", ""))
-    for statement in statements:
-        await connection.execute(statement)
-    await connection.close()
-
-
-async def refused(database: Database) -> str:
-    with pytest.raises(Refused) as raised:
-        await database.ping()
-    await database.close()
-    return raised.value.detail
+from tests.support.sessions import IGNORED, follow, give_settings_to_the_role, refused
 
 
 async def failed(work: Coroutine[object, object, None]) -> Exception | None:
@@ -56,12 +30,6 @@ async def failed(work: Coroutine[object, object, None]) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-async def give_settings_to_the_role(url: str) -> None:
-    async with pooling_proxy(url) as strict:
-        pool = relay_database(database_settings(strict.url), lease_seconds=3.0)
-        await follow(await refused(pool), url)
 
 
 @asynccontextmanager
