@@ -278,6 +278,8 @@ class Publisher:
 
     async def _set_aside(self, connection: AsyncConnection, rows: Sequence[Row]) -> tuple[Sequence[Row], set[int]]:
         """Park events of blocked keys behind what is parked of them; return the rest, and the buckets that had some."""
+        if any(row[4] in self._aside.blocked.get(row[0], ()) for row in rows):
+            await self._look_aside_again(connection)
         blocked, settled = self._aside.blocked, self._aside.settled
         behind = [row for row in rows if row[4] in blocked.get(row[0], ()) and (row[0], row[1]) not in settled]
         if behind:
@@ -291,6 +293,15 @@ class Publisher:
         passed_over = {row[0] for row in rows if row[0] in self._buckets and (row[0], row[1]) in aside}
         self._aside = replace(self._aside, settled=settled - {(row[0], row[1]) for row in rows})
         return rest, passed_over
+
+    async def _look_aside_again(self, connection: AsyncConnection) -> None:
+        """Forget keys of which nothing is parked any more: an operator may have discarded the last of it.
+
+        What was discarded ahead of its bucket's cursor is noted in the same go, for it must not be sent.
+        """
+        found = await parking.read_aside(connection, list(self._aside.blocked))
+        blocked = {number: keys & found.blocked.get(number, set()) for number, keys in self._aside.blocked.items()}
+        self._aside = Aside({n: keys for n, keys in blocked.items() if keys}, self._aside.settled | found.settled)
 
     async def _publish_released(self, connection: AsyncConnection) -> None:
         """Publish what an operator released, before anything newer of its keys; then their newer events may follow."""

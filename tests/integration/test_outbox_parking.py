@@ -13,6 +13,7 @@ from shared.lifecycle import State
 from shared.outbox.append import EventWriter, bucket_of
 from shared.outbox.leases import BucketLeases
 from shared.outbox.log import OutboxLog
+from shared.outbox.parked_events import discard
 from shared.outbox.parking import RefusedEvent, park_behind, park_refused
 from shared.outbox.publisher import PublisherSettings
 from shared.outbox.relay import SESSIONS
@@ -211,3 +212,17 @@ async def test_f12_a_refused_event_does_not_slow_the_relay_down_afterwards(outbo
             await outbox.publish(*(outbox.event(f"order-{key}", number) for key in range(20)))
         await outbox.drained()
         assert not relay._suspects._suspicions
+
+
+async def test_f13_when_all_that_is_parked_of_a_key_was_discarded_its_newer_events_go_out(
+    outbox: OutboxUnderTest,
+) -> None:
+    await outbox.limit_message_bytes(20_000)
+    bad = outbox.event("order-1", 0, payload=b"order-1:0:" + b"x" * 30_000)
+    await outbox.publish(bad)
+    async with outbox.relay():
+        await outbox.drained()
+        await discard(outbox.database, bad.event_id, "ada", "too large", dry_run=False)
+        await outbox.publish(outbox.event("order-1", 1))
+        await outbox.drained()
+    assert [record.value for record in await outbox.arrived()] == [b"order-1:1"]
