@@ -1,5 +1,7 @@
 """Publishing again what was published already, for a consumer that was rebuilt: same ids, keys, bytes and partitions.
 
+The header `republished_at` tells a copy from the first one: to consumers, headers they do not know are data (F30).
+
 Healthy consumers absorb the copies as duplicates, as long as their dedup window covers them; so older events are
 refused (field reports F24, F34). One batch at a time, in order inside each bucket. Whatever fails, running it again is
 safe.
@@ -27,7 +29,9 @@ from shared.outbox.log import POSTGRES_EPOCH_US, Row
 from shared.outbox.publisher import partition_count_changed
 from shared.outbox.topics import registered_topics
 
+REPUBLISHED_AT_HEADER = "republished_at"
 _ROWS_A_BATCH = 100
+_BYTES_A_PAGE = 1_000_000  # of payloads; a larger event is a page of its own
 _MAX_BATCH_BYTES = 900_000  # a larger event goes alone
 _MAX_REQUEST_BYTES = 1_048_576
 _DEADLINE_SECONDS = 30.0
@@ -158,7 +162,8 @@ async def republish(
     Only what was published before this began, and nothing that is parked or was discarded. Raises KafkaFailure or
     Refused; what was sent until then is told by `on_progress` and harms nobody when it is sent again.
     """
-    sender = _Sender(kafka, await registered_topics(database))
+    mark = (REPUBLISHED_AT_HEADER, datetime.now(UTC).isoformat(timespec="seconds").encode())
+    sender = _Sender(kafka, await registered_topics(database), mark)
     sent = 0
     try:
         await sender.start()
@@ -180,42 +185,48 @@ async def republish(
 class _Sender:
     """Sends through one producer after the other: one to which a batch was refused is finished (field report F15)."""
 
-    def __init__(self, kafka: KafkaSettings, partitions: Mapping[str, int]) -> None:
+    def __init__(self, kafka: KafkaSettings, partitions: Mapping[str, int], mark: tuple[str, bytes]) -> None:
         self._kafka = kafka
         self._partitions = partitions
+        self._mark = mark
         self._producer = self._new_producer()
         self._most_records = _ROWS_A_BATCH
 
     async def start(self) -> None:
         """Connect. Raises KafkaFailure, and Refused when a topic was repartitioned (F18)."""
         await self._producer.start(_DEADLINE_SECONDS)
-        for topic, registered in self._partitions.items():
-            found = await self._producer.partition_count(topic, _DEADLINE_SECONDS)
-            if found != registered:
-                raise Refused(partition_count_changed(topic, registered, found))
+        for topic in self._partitions:
+            self._check(topic, await self._producer.partition_count(topic, _DEADLINE_SECONDS))
 
     async def send(self, events: Sequence[Row]) -> int:
         """Send the first of these events of one bucket and topic in one batch; return how many were acknowledged.
 
-        Batches that are too large for their topic get smaller. Raises KafkaFailure, permanent when one event alone is
-        refused: the topic takes less than it did.
+        Batches that are too large for their topic get smaller, and an event that only just fits goes without the mark.
+        Raises Refused when the topic was repartitioned, and KafkaFailure, permanent when one event alone is refused:
+        the topic takes less than it did.
         """
+        topic = events[0].topic
+        marks = [self._mark]
         while True:
-            batch = self._fill(events[: self._most_records])
+            self._check(topic, self._producer.known_partition_count(topic))
+            batch = self._fill(events[: self._most_records], marks)
             try:
                 handed_over = await self._producer.hand_over(batch, _DEADLINE_SECONDS)
                 await self._producer.acknowledged(handed_over, _DEADLINE_SECONDS)
             except KafkaFailure as error:
                 if not error.permanent:
                     raise
-                if batch.record_count == 1:
+                if batch.record_count > 1:
+                    self._most_records = batch.record_count // 2
+                elif marks:
+                    marks = []
+                else:
                     raise KafkaFailure(
-                        f"{batch.topic} does not take event {events[0].event_id} any more ({error.detail})",
+                        f"{topic} does not take event {events[0].event_id} any more ({error.detail})",
                         permanent=True,
                         remedy="compare its max.message.bytes with what it was, or leave the event out by --since, "
                         "--until or --key",
                     ) from error
-                self._most_records = batch.record_count // 2
                 await self.close()
                 self._producer = self._new_producer()
                 await self.start()
@@ -229,14 +240,20 @@ class _Sender:
     def _new_producer(self) -> IdempotentProducer:
         return IdempotentProducer(self._kafka, max_batch_bytes=_MAX_BATCH_BYTES, max_request_bytes=_MAX_REQUEST_BYTES)
 
-    def _fill(self, events: Sequence[Row]) -> RecordBatch:
-        """Return a batch with the first of these events, as the relay writes them."""
-        topic = events[0].topic
-        if topic not in self._partitions:
+    def _check(self, topic: str, found: int | None) -> None:
+        """Raise Refused when the topic is not registered, or was with another partition count (F18)."""
+        registered = self._partitions.get(topic)
+        if registered is None:
             raise Refused(f"topic {topic} is not registered in outbox_topic; run the service's migrate command")
+        if found is not None and found != registered:
+            raise Refused(partition_count_changed(topic, registered, found))
+
+    def _fill(self, events: Sequence[Row], marks: Sequence[tuple[str, bytes]]) -> RecordBatch:
+        """Return a batch with the first of these events, as the relay writes them, each with the marks."""
+        topic = events[0].topic
         batch = self._producer.new_batch(topic, events[0].bucket % self._partitions[topic])
         for event in events:
-            headers = kafka_headers(str(event.event_id), event.event_type, event.headers)
+            headers = [*kafka_headers(str(event.event_id), event.event_type, event.headers), *marks]
             if not batch.add((event.created_at + POSTGRES_EPOCH_US) // 1000, event.key, event.payload, headers):
                 break
         return batch
@@ -256,6 +273,7 @@ async def _pages(database: Database, selection: Selection) -> AsyncIterator[Sequ
                     "after": after,
                     "cursor": cursor,
                     "rows": _ROWS_A_BATCH,
+                    "bytes": _BYTES_A_PAGE,
                     "epoch_us": POSTGRES_EPOCH_US,
                 }
                 rows = [Row(*row) for row in await connection.execute(_PAGE, parameters)]
@@ -298,8 +316,15 @@ _PAGE = text(
     f"""
     SELECT e.bucket, e.position, e.event_id, e.topic, e.key, e.event_type, e.payload, CAST(e.headers AS text),
            CAST(date_part('epoch', e.created_at) * 1000000 AS bigint) - :epoch_us
-    FROM outbox_event e
-    WHERE e.bucket = :bucket AND e.position > :after AND e.position <= :cursor AND {_SELECTED}
-    ORDER BY e.position LIMIT :rows
+    FROM (
+        SELECT e.*, sum(octet_length(e.payload)) OVER (ORDER BY e.position) - octet_length(e.payload) AS bytes_before
+        FROM (
+            SELECT * FROM outbox_event e
+            WHERE e.bucket = :bucket AND e.position > :after AND e.position <= :cursor AND {_SELECTED}
+            ORDER BY e.position LIMIT :rows
+        ) AS e
+    ) AS e
+    WHERE e.bytes_before < :bytes
+    ORDER BY e.position
 """  # noqa: S608
 )

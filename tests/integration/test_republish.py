@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import tracemalloc
 from collections import Counter
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
@@ -16,15 +17,16 @@ from aiokafka import ConsumerRecord
 from sqlalchemy import text
 
 from chargeonce.stack import KafkaBroker, free_ports
-from shared.errors import KafkaFailure
+from shared.errors import KafkaFailure, Refused
 from shared.identifiers import new_event_id
 from shared.inbox.migrations import upgrade_1 as inbox_upgrade_1
 from shared.inbox.upkeep import ensure_partitions
+from shared.kafka.producer import IdempotentProducer
 from shared.kafka.settings import KafkaSettings
 from shared.outbox.republish import Pace, Selection, plan, republish
 from shared.unit_of_work import UnitsOfWork
 from tests.support.inbox import EffectHandler, InboxUnderTest, payload
-from tests.support.outbox import OutboxUnderTest, migrate_with, outbox_under_test
+from tests.support.outbox import OutboxUnderTest, migrate_with, outbox_under_test, scalar
 
 REPOSITORY = Path(__file__).parents[2]
 LONG_AGO = datetime.now(UTC) - timedelta(days=20)
@@ -79,7 +81,13 @@ async def command(outbox: OutboxUnderTest, *arguments: str) -> tuple[int | None,
 
 
 def content(record: ConsumerRecord) -> tuple[object, ...]:
-    return record.key, record.value, tuple(record.headers), record.partition, record.timestamp
+    """What a copy has of the first one."""
+    headers = tuple(header for header in record.headers if header[0] != "republished_at")
+    return record.key, record.value, headers, record.partition, record.timestamp
+
+
+def is_copy(record: ConsumerRecord) -> bool:
+    return "republished_at" in dict(record.headers)
 
 
 async def test_copies_are_equal_and_in_order_of_their_key(outbox: OutboxUnderTest) -> None:
@@ -93,6 +101,49 @@ async def test_copies_are_equal_and_in_order_of_their_key(outbox: OutboxUnderTes
         assert sorted(copies, key=repr) == sorted(before, key=repr)
         for key in {record[0] for record in before}:
             assert [record for record in copies if record[0] == key] == [r for r in before if r[0] == key]
+
+
+async def test_a_header_tells_copies_from_first_ones_and_when_they_were_sent(outbox: OutboxUnderTest) -> None:
+    await publish_all(outbox, keys=3, numbers=2)
+    assert not any(is_copy(record) for record in await outbox.arrived())
+    began_at = datetime.now(UTC).replace(microsecond=0)
+    await again(outbox)
+    copies = [record for record in await outbox.arrived() if is_copy(record)]
+    assert len(copies) == 6
+    for record in copies:
+        [sent_at] = [value.decode() for name, value in record.headers if name == "republished_at"]
+        assert began_at <= datetime.fromisoformat(sent_at) <= datetime.now(UTC)
+
+
+async def test_what_a_relay_publishes_meanwhile_is_not_sent_twice_and_keeps_its_order(outbox: OutboxUnderTest) -> None:
+    await publish_all(outbox, keys=10, numbers=10)
+    begun = asyncio.Event()
+
+    async def go_on_publishing() -> None:
+        await begun.wait()
+        async with outbox.relay():
+            for number in range(10, 20):
+                await outbox.publish(*(outbox.event(f"order-{key}", number) for key in range(10)))
+                await asyncio.sleep(0.02)
+            await outbox.drained()
+
+    publishing = asyncio.create_task(go_on_publishing())
+    sent = await republish(outbox.database, outbox.kafka, EVERYTHING, Pace(50), lambda events: begun.set())
+    await publishing
+    assert sent == 100
+    records = await outbox.arrived()
+    assert outbox.check_order(records) == 100
+    assert {int(record.value.decode().partition(":")[2]) for record in records if is_copy(record)} == set(range(10))
+
+
+async def test_f18_nothing_is_sent_to_a_topic_with_another_partition_count_than_registered(
+    outbox: OutboxUnderTest,
+) -> None:
+    await publish_all(outbox, keys=4, numbers=1)
+    await scalar(outbox.database, "UPDATE outbox_topic SET partitions = 6 RETURNING 1", commit=True)
+    with pytest.raises(Refused, match="has 12 partitions and was registered with 6"):
+        await again(outbox)
+    assert len(await outbox.arrived()) == 4
 
 
 async def test_only_what_was_selected_published_and_is_not_parked_is_sent(outbox: OutboxUnderTest) -> None:
@@ -156,6 +207,46 @@ async def test_the_largest_event_is_sent_again(outbox: OutboxUnderTest) -> None:
         await outbox.drained()
     assert await again(outbox) == 1
     assert [len(record.value) for record in await outbox.arrived()] == [998_000, 998_000]
+
+
+async def test_an_event_that_only_just_fits_its_topic_is_sent_without_the_mark(outbox: OutboxUnderTest) -> None:
+    await outbox.publish(outbox.event("order-1", 0, payload=b"x" * 10_000))
+    async with outbox.relay():
+        await outbox.drained()
+    [first] = await outbox.arrived()
+    size = await batch_bytes(outbox, first)
+    await outbox.limit_message_bytes(size)
+    assert await again(outbox) == 1
+    _, copy = await outbox.arrived()
+    assert (content(copy), is_copy(copy)) == (content(first), False)
+    await outbox.limit_message_bytes(size - 1)
+    with pytest.raises(KafkaFailure, match="does not take event"):
+        await again(outbox)
+
+
+async def batch_bytes(outbox: OutboxUnderTest, record: ConsumerRecord) -> int:
+    """How large a batch is with this record alone."""
+    producer = IdempotentProducer(outbox.kafka, max_batch_bytes=900_000, max_request_bytes=1_000_000)
+    try:
+        batch = producer.new_batch(record.topic, record.partition)
+        assert batch.add(record.timestamp, record.key, record.value, list(record.headers))
+        return batch.size_bytes
+    finally:
+        await producer.abandon()
+
+
+async def test_large_events_are_not_all_in_memory_at_once(outbox: OutboxUnderTest) -> None:
+    for number in range(40):
+        await outbox.publish(outbox.event("order-1", number, payload=b"x" * 900_000))
+    async with outbox.relay():
+        await outbox.drained()
+    tracemalloc.start()
+    try:
+        assert await again(outbox) == 40
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 12_000_000
 
 
 async def test_an_event_that_its_topic_takes_no_more_ends_the_command_with_what_was_sent_and_what_to_do(
@@ -235,6 +326,42 @@ async def test_without_a_broker_it_fails_and_the_next_run_sends_everything(outbo
     with pytest.raises(KafkaFailure):
         await republish(outbox.database, cut_off, EVERYTHING, Pace(1e6), lambda events: None)
     assert await again(outbox) == 10
+
+
+async def test_f15_a_killed_broker_ends_the_run_within_its_deadline_and_the_next_one_sends_everything(
+    database_url: str, stack_directory: Path, kafka: KafkaBroker, unique_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.outbox.republish._DEADLINE_SECONDS", 3.0)
+    broker = KafkaBroker(stack_directory / unique_name)
+    await broker.start()
+    try:
+        async with outbox_under_test(database_url, broker.bootstrap_servers, unique_name) as outbox:
+            await publish_all(outbox, keys=10, numbers=10)
+            told: list[int] = []
+
+            async def kill_in_the_middle() -> None:
+                while not told:
+                    await asyncio.sleep(0.01)
+                await broker.kill()
+
+            killing = asyncio.create_task(kill_in_the_middle())
+            tasks = len(asyncio.all_tasks())
+            async with asyncio.timeout(30):
+                with pytest.raises(KafkaFailure):
+                    await republish(outbox.database, outbox.kafka, EVERYTHING, Pace(20), told.append)
+            await killing
+            assert len(asyncio.all_tasks()) == tasks - 1, "the producer left a task behind"
+            assert 0 < told[-1] < 100
+            await broker.start()
+            partly = sum(is_copy(record) for record in await outbox.arrived())
+            assert told[-1] <= partly < 100
+            assert await again(outbox) == 100
+            records = await outbox.arrived()
+            assert sum(is_copy(record) for record in records) == partly + 100
+            outbox.check_order(records)
+    finally:
+        await broker.stop()
+        broker.remove()
 
 
 async def test_the_command_tells_what_it_would_do_and_does_it(outbox: OutboxUnderTest) -> None:
