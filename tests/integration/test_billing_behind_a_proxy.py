@@ -34,7 +34,7 @@ PAYMENTS = 20
 @pytest.fixture
 async def proxy(database_url: str) -> AsyncIterator[PoolingProxy]:
     """A proxy and a database that were set up as the documentation says."""
-    [ignored] = re.findall(r"^ +ignore_startup_parameters = ([a-z_,]+)$", OPERATIONS, re.MULTILINE)
+    [ignored] = re.findall(r"ignore_startup_parameters = ([a-z_,]+)", OPERATIONS)
     settings = re.findall(r"^ +ALTER ROLE \w+ IN DATABASE \w+ (SET \w+ = '\w+';)$", OPERATIONS, re.MULTILINE)
     assert len(settings) == len(ignored.split(","))
     admin = await asyncpg.connect(database_url.replace("+asyncpg", ""))
