@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import asyncpg
 import pytest
@@ -22,6 +23,8 @@ from shared.wakeup import Listener, Notifier
 from tests.support.outbox import OutboxUnderTest, database_settings, outbox_under_test, scalar, until
 from tests.support.pooling_proxy import PoolingProxy, pooling_proxy
 from tests.support.sessions import IGNORED, follow, give_settings_to_the_role, refused
+
+OPERATIONS = Path(__file__).parents[2] / "docs/operations.md"
 
 
 async def failed(work: Coroutine[object, object, None]) -> Exception | None:
@@ -52,6 +55,21 @@ async def write(outbox: OutboxUnderTest, units: UnitsOfWork, writer: int, rounds
         outbox.published += 3
 
 
+async def test_the_proxy_moves_a_session_between_transactions_and_never_within_one(database_url: str) -> None:
+    async with pooling_proxy(database_url, ignored=["lock_timeout"]) as proxy:
+        connection = await asyncpg.connect(proxy.url.replace("+asyncpg", ""), server_settings={"lock_timeout": "1234"})
+        prepared = await connection.prepare("SELECT pg_backend_pid(), current_setting('lock_timeout')")
+        found = [tuple(await prepared.fetchrow() or ()) for _ in range(12)]
+        assert {timeout for _, timeout in found} == {"0"}
+        assert len({pid for pid, _ in found}) == 4
+        async with connection.transaction():
+            assert len({await connection.fetchval("SELECT pg_backend_pid()") for _ in range(8)}) == 1
+        with pytest.raises(asyncpg.DivisionByZeroError):
+            await connection.fetchval("SELECT 1 / $1::int", 0)
+        assert await connection.fetchval("SELECT 1 / $1::int", 1) == 1
+        await connection.close()
+
+
 async def test_f10_settings_that_a_proxy_refuses_are_named_with_what_to_do(database_url: str) -> None:
     async with pooling_proxy(database_url) as strict:
         problem = await refused(Database(database_settings(strict.url)))
@@ -67,6 +85,13 @@ async def test_f10_settings_that_a_proxy_refuses_are_named_with_what_to_do(datab
         await database.ping()
         assert await scalar(database, "SHOW lock_timeout") == "5s"
         await database.close()
+
+
+def test_the_documentation_lists_every_setting_that_a_proxy_must_let_pass() -> None:
+    documented = re.search(r"ignore_startup_parameters = ([\w,]+)", OPERATIONS.read_text())
+    assert documented
+    asked = relay_database(database_settings("postgresql://u@h/d"), lease_seconds=10.0).server_settings()
+    assert set(documented[1].split(",")) == set(asked) - {"application_name", "timezone"} == set(IGNORED)
 
 
 async def test_f8_a_relay_whose_planner_switches_a_proxy_drops_is_refused_with_what_to_do(database_url: str) -> None:
