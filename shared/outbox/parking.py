@@ -220,7 +220,11 @@ _PARK = text(
                (bucket, position, event_id, topic, key, event_type, payload, headers, created_at, reason, refused)
         SELECT e.bucket, e.position, e.event_id, e.topic, e.key, e.event_type, e.payload, e.headers, e.created_at,
                :reason, :refused
-        FROM given g JOIN owned USING (bucket) JOIN outbox_event e USING (bucket, position)
+        FROM given g JOIN owned USING (bucket)
+        CROSS JOIN LATERAL (
+            SELECT * FROM outbox_event
+            WHERE outbox_event.bucket = g.bucket AND outbox_event.position = g.position LIMIT 1
+        ) AS e
         ON CONFLICT (bucket, position) DO NOTHING
     )
     SELECT bucket FROM owned
@@ -259,22 +263,28 @@ _SETTLED_AHEAD = text("""
 
 _REFUSED_WAITING = text("SELECT count(*) FROM outbox_parked WHERE settled_at IS NULL AND refused")
 
+# Each step is linear in what is parked, whatever the statistics say: no join of the rows with themselves, and each
+# row that is due is looked up in the index.
 _RELEASED = text("""
-    SELECT bucket, position, event_id, topic, key, event_type, payload, headers, created_at, of_key
+    SELECT p.bucket, p.position, p.event_id, p.topic, p.key, p.event_type, p.payload, CAST(p.headers AS text),
+           CAST(date_part('epoch', p.created_at) * 1000000 AS bigint) - :epoch_us, due.of_key
     FROM (
-        SELECT p.bucket, p.position, p.event_id, p.topic, p.key, p.event_type, p.payload,
-               CAST(p.headers AS text) AS headers,
-               CAST(date_part('epoch', p.created_at) * 1000000 AS bigint) - :epoch_us AS created_at,
-               count(*) OVER (PARTITION BY p.bucket, p.key) AS of_key,
-               sum(octet_length(p.payload)) OVER (ORDER BY p.bucket, p.position) - octet_length(p.payload)
-               AS bytes_before
-        FROM outbox_parked p
-        WHERE p.settled_at IS NULL AND p.bucket = ANY (CAST(:buckets AS smallint[]))
-          AND EXISTS (SELECT FROM outbox_parked r WHERE r.bucket = p.bucket AND r.key = p.key
-                      AND r.settled_at IS NULL AND r.released_at IS NOT NULL)
-    ) AS released
-    WHERE bytes_before < :bytes
-    ORDER BY bucket, position
+        SELECT bucket, position, of_key, sum(bytes) OVER (ORDER BY bucket, position) - bytes AS bytes_before
+        FROM (
+            SELECT bucket, position, octet_length(payload) AS bytes, count(*) OVER of_key AS of_key,
+                   bool_or(released_at IS NOT NULL) OVER of_key AS released
+            FROM outbox_parked
+            WHERE settled_at IS NULL AND bucket = ANY (CAST(:buckets AS smallint[]))
+            WINDOW of_key AS (PARTITION BY bucket, key)
+        ) AS waiting
+        WHERE released
+    ) AS due
+    CROSS JOIN LATERAL (
+        SELECT * FROM outbox_parked
+        WHERE outbox_parked.bucket = due.bucket AND outbox_parked.position = due.position LIMIT 1
+    ) AS p
+    WHERE due.bytes_before < :bytes
+    ORDER BY p.bucket, p.position
 """)
 
 _SETTLE = text(

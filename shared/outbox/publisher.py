@@ -144,7 +144,8 @@ class Publisher:
                         self._on_healthy()
                     if self._aside.blocked and now > released_at:
                         await self._publish_released(checking)
-                        released_at = now + self._settings.released_seconds
+                        looked = time.monotonic()  # the more is parked the longer it takes, and so the rarer it is
+                        released_at = looked + max(self._settings.released_seconds, 10 * (looked - now))
                     if ahead is None:
                         if not (self._has_room and self._leases.valid and self._buckets):
                             await wait_for(self._wakeup, poll)
