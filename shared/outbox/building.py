@@ -93,8 +93,13 @@ def kafka_headers(event_id: str, event_type: str, headers: str) -> Sequence[tupl
     if headers.startswith(_TRACE_ONLY) and len(headers) == _TRACE_ONLY_LENGTH:
         own.append(("traceparent", headers[_TRACE].encode()))
     elif headers != "{}":
-        own += [(name, value.encode()) for name, value in orjson.loads(headers).items()]
+        own += [(name, _header_value(value)) for name, value in orjson.loads(headers).items()]
     return own
+
+
+def _header_value(value: object) -> bytes:
+    """Return a string's bytes; of anything else, which `append` never writes, its JSON: it must not stop the others."""
+    return value.encode() if isinstance(value, str) else orjson.dumps(value)
 
 
 @lru_cache(maxsize=1000)

@@ -91,27 +91,29 @@ class BucketLeases:
         """Return the buckets beyond the fair share, to be given back once nothing of theirs is in flight."""
         return sorted(self.held)[self._fair_share :]
 
-    async def release(self, buckets: Collection[int]) -> None:
-        """Give buckets back at once instead of letting their leases run out."""
+    async def release(self, buckets: Collection[int]) -> set[int]:
+        """Give buckets back at once instead of letting their leases run out; return those that were lost to others."""
         async with self._turn:
-            await self._release(buckets)
+            return await self._release(buckets)
 
-    async def leave(self) -> None:
-        """Give everything back and stop taking part, until the next `join`."""
+    async def leave(self) -> set[int]:
+        """Give everything back and stop taking part, until the next `join`; return the buckets lost to others."""
         async with self._turn:
             self.joined = False
-            await self._release(list(self.held))
+            lost = await self._release(list(self.held))
             async with self._database.engine.begin() as connection:
                 await connection.execute(text("DELETE FROM outbox_relay WHERE owner = :owner"), {"owner": self.owner})
+            return lost
 
-    async def _release(self, buckets: Collection[int]) -> None:
+    async def _release(self, buckets: Collection[int]) -> set[int]:
         epochs = {bucket: self.held.pop(bucket).epoch for bucket in buckets if bucket in self.held}
         if not epochs:
-            return
+            return set()
         async with self._database.engine.begin() as connection:
-            await connection.execute(
+            released = await connection.execute(
                 _RELEASE, {"owner": self.owner, "buckets": list(epochs), "epochs": list(epochs.values())}
             )
+            return set(epochs) - set(released.scalars())
 
     def lose(self, bucket: int, epoch: int) -> None:
         """Forget a bucket that a fenced write found to be somebody else's, unless it was taken again since."""
@@ -169,4 +171,5 @@ _RELEASE = text("""
     UPDATE outbox_bucket b SET lease_owner = NULL, lease_expires_at = NULL
     FROM unnest(CAST(:buckets AS smallint[]), CAST(:epochs AS bigint[])) AS r (bucket, epoch)
     WHERE b.bucket = r.bucket AND b.lease_owner = :owner AND b.lease_epoch = r.epoch
+    RETURNING b.bucket
 """)

@@ -55,6 +55,7 @@ class Suspects:
             self._suspicions[place] = Suspicion(max(1, records // 2), size_bytes, dict(until), records <= 1)
             return
         known.records = max(1, records // 2)
+        known.size_bytes = min(known.size_bytes, size_bytes)
         known.guilty_found |= records <= 1
         for bucket, position in until.items():
             known.until[bucket] = max(position, known.until.get(bucket, 0))
@@ -70,6 +71,13 @@ class Suspects:
         for place, suspicion in list(self._suspicions.items()):
             if position >= suspicion.until.get(bucket, position + 1):
                 self._pass(place, suspicion, [bucket])
+
+    def passed_over(self, bucket: int, position: int) -> None:
+        """Note that nothing up to here is left to be built, and that some of it is not sent at all but set aside."""
+        for suspicion in self._suspicions.values():
+            if position >= suspicion.until.get(bucket, position + 1):
+                suspicion.guilty_found = True  # nobody can tell any more
+        self.parked(bucket, position)
 
     def forget(self, buckets: Collection[int]) -> None:
         """Drop what concerns buckets that are no longer ours."""
@@ -88,7 +96,7 @@ class Suspects:
                 self.batch_bytes[topic] = max(_LEAST_BATCH_BYTES, suspicion.size_bytes // 2)
 
 
-_LEAST_BATCH_BYTES = 16_384
+_LEAST_BATCH_BYTES = 1_024
 
 
 @dataclass(frozen=True, slots=True)

@@ -235,7 +235,7 @@ class Publisher:
         settled = [n for n in surplus if n not in self._buckets or self._buckets[n].settled]
         if settled:
             self._drop(settled)
-            await self._leases.release(settled)
+            LOST.inc(len(await self._leases.release(settled)))
 
     def _drop(self, numbers: Sequence[int]) -> None:
         dropped = [number for number in numbers if self._buckets.pop(number, None) is not None]
@@ -274,6 +274,7 @@ class Publisher:
             await asyncio.sleep(0)  # acknowledgements and the next page come in between
         batches.close()
         for number in passed_over:
+            self._suspects.passed_over(number, page.last_positions[number])
             if page.buckets[number].pass_over(page.last_positions[number]):
                 self._progress.set()
 

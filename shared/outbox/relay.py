@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+import asyncpg
 import structlog
 from prometheus_client import Counter, Enum, Gauge
 from sqlalchemy.exc import SQLAlchemyError
@@ -24,6 +25,7 @@ from shared.outbox.leases import BucketLeases
 from shared.outbox.log import OutboxLog
 from shared.outbox.parking import RefusedEvent, Suspects, park_refused, refused_waiting
 from shared.outbox.publisher import LOST, Publisher, PublisherSettings, partition_count_changed
+from shared.outbox.tables import BUCKETS
 from shared.outbox.topics import registered_topics
 
 log = structlog.get_logger(__name__)
@@ -117,10 +119,20 @@ class Relay(BackgroundService):
 
     async def run(self) -> None:
         """Publish until stopping, with a new producer after each failure."""
+        try:
+            await self._publish_until_stopping()
+        except Refused:
+            STATE.state("refused")
+            raise
+        except Exception:
+            self._failing = True  # or a producer that starts well would end the backoff before it published anything
+            STATE.state("waiting")
+            raise
+
+    async def _publish_until_stopping(self) -> None:
         async with self._outbox.connect() as connection:
             problem = await refusal(connection)
         if problem:
-            STATE.state("refused")
             raise Refused(problem)
         partitions = await registered_topics(self._database)
         try:
@@ -132,9 +144,6 @@ class Relay(BackgroundService):
                         await self._after(refused)
                 except KafkaFailure as failure:
                     await self._after(failure)
-        except Refused:
-            STATE.state("refused")
-            raise
         finally:
             await self._leave()
 
@@ -151,6 +160,7 @@ class Relay(BackgroundService):
             await _check_topics(producer, partitions)
             SESSIONS.inc()
             await self._leases.join()
+            self._suspects.forget(set(range(BUCKETS)) - set(self._leases.held))  # another relay will find out
             log.info("relay.publishing", buckets=len(self._leases.held), topics=sorted(partitions))
             if not self._failing:
                 self._healthy()
@@ -190,7 +200,8 @@ class Relay(BackgroundService):
         [position] = batch.positions().values()
         event = RefusedEvent(bucket.lease.bucket, position, bucket.lease.epoch, refused.detail)
         async with self._outbox.connect() as connection:
-            if await refused_waiting(connection) >= self._settings.park_limit:
+            # What was released is parked already: when it is refused again it waits for a person again.
+            if not batch.released and await refused_waiting(connection) >= self._settings.park_limit:
                 return False
             owned = await park_refused(connection, self._leases.owner, event)
         if owned:
@@ -236,8 +247,8 @@ class Relay(BackgroundService):
     async def _leave(self) -> None:
         """Give the buckets back; without a database they become free when the leases end."""
         try:
-            await self._leases.leave()
-        except (SQLAlchemyError, OSError, TimeoutError) as error:
+            LOST.inc(len(await self._leases.leave()))
+        except (SQLAlchemyError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError) as error:
             log.info("relay.leases_left_to_expire", error=describe(error))
 
 
