@@ -10,18 +10,16 @@ from fastapi import FastAPI
 from billing_service import metrics
 from billing_service.api import charges as charges_api
 from billing_service.breaker import CircuitBreaker
-from billing_service.events import PAYMENT_TOPIC
 from billing_service.executor import CHANNEL as CHARGE_CHANNEL
 from billing_service.executor import ChargeExecutor
 from billing_service.gateway import HttpPaymentGateway
 from billing_service.handlers import OrderConfirmedHandler
 from billing_service.metrics import ChargeMonitor
 from billing_service.repository import CLAIM_PLANNING
-from billing_service.settings import BillingServiceSettings
+from billing_service.settings import ROLES, BillingServiceSettings
 from shared.database import Database
 from shared.inbox.consumer import InboxConsumer
 from shared.inbox.upkeep import InboxUpkeep
-from shared.kafka.topics import TopicSpec
 from shared.lifecycle import Service
 from shared.outbox.append import EventWriter
 from shared.outbox.bootstrap import relay_services
@@ -31,13 +29,6 @@ from shared.settings import OUTBOX_CHANNEL
 from shared.unit_of_work import UnitsOfWork
 from shared.wakeup import Listener, Notifier
 from shared.web import create_app
-
-ROLES = ("api", "consumer", "executor", "relay")
-
-
-def owned_topics(settings: BillingServiceSettings) -> list[TopicSpec]:
-    """Return the topics that this service writes."""
-    return [settings.topic(PAYMENT_TOPIC)]
 
 
 def build(settings: BillingServiceSettings, roles: Collection[str] = ROLES) -> FastAPI:

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import typer
 
-from billing_service.bootstrap import ROLES, build, gateway, owned_topics
 from billing_service.reviews import open_reviews
-from billing_service.settings import BillingServiceSettings
+from billing_service.settings import ROLES, BillingServiceSettings, owned_topics
 from billing_service.tables import metadata
 from shared.cli import readable_errors, service_app
 from shared.database import Database
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+
+def _build(settings: BillingServiceSettings, roles: Collection[str]) -> FastAPI:
+    from billing_service.bootstrap import build  # with the web framework, without which other commands start quickly
+
+    return build(settings, roles)
+
 
 app = service_app(
     BillingServiceSettings,
     package="billing_service",
     roles=ROLES,
-    build=build,
+    build=_build,
     metadata=metadata,
     owned_topics=owned_topics,
 )
@@ -31,6 +42,8 @@ def reviews() -> None:
 
 
 async def _list_reviews(settings: BillingServiceSettings) -> None:
+    from billing_service.bootstrap import gateway
+
     database = Database(settings.database("reviews", pool_size=1))
     provider = gateway(settings)
     await provider.open()

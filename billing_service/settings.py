@@ -8,8 +8,12 @@ from pydantic import AnyHttpUrl, Field, SecretStr, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from billing_service.charge import RetryPolicy
+from billing_service.events import PAYMENT_TOPIC
 from billing_service.executor import LEASE_MARGIN_SECONDS, ExecutorSettings
+from shared.kafka.topics import TopicSpec
 from shared.settings import Seconds, ServiceSettings
+
+ROLES = ("api", "consumer", "executor", "relay")
 
 
 class BillingServiceSettings(ServiceSettings):
@@ -68,3 +72,8 @@ class BillingServiceSettings(ServiceSettings):
             drain_seconds=self.executor_drain_seconds,
             retry=RetryPolicy(self.executor_retry_first_seconds, self.executor_retry_most_seconds),
         )
+
+
+def owned_topics(settings: BillingServiceSettings) -> list[TopicSpec]:
+    """Return the topics that this service writes."""
+    return [settings.topic(PAYMENT_TOPIC)]

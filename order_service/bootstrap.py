@@ -8,13 +8,11 @@ from fastapi import FastAPI
 
 from order_service.api import orders as orders_api
 from order_service.checkout import Checkout
-from order_service.events import ORDER_CONFIRMED_TOPIC
 from order_service.handlers import PaymentHandler
-from order_service.settings import OrderServiceSettings
+from order_service.settings import ROLES, OrderServiceSettings
 from shared.database import Database
 from shared.inbox.consumer import InboxConsumer
 from shared.inbox.upkeep import InboxUpkeep
-from shared.kafka.topics import TopicSpec
 from shared.lifecycle import Service
 from shared.outbox.admission import Admission, BacklogLimits
 from shared.outbox.append import EventWriter
@@ -25,13 +23,6 @@ from shared.settings import OUTBOX_CHANNEL
 from shared.unit_of_work import UnitsOfWork
 from shared.wakeup import Notifier
 from shared.web import create_app
-
-ROLES = ("api", "relay", "consumer")
-
-
-def owned_topics(settings: OrderServiceSettings) -> list[TopicSpec]:
-    """Return the topics that this service writes."""
-    return [settings.topic(ORDER_CONFIRMED_TOPIC)]
 
 
 def build(settings: OrderServiceSettings, roles: Collection[str] = ROLES) -> FastAPI:

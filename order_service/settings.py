@@ -5,7 +5,11 @@ from __future__ import annotations
 from pydantic import Field, SecretStr
 from pydantic_settings import SettingsConfigDict
 
+from order_service.events import ORDER_CONFIRMED_TOPIC
+from shared.kafka.topics import TopicSpec
 from shared.settings import ServiceSettings
+
+ROLES = ("api", "relay", "consumer")
 
 
 class OrderServiceSettings(ServiceSettings):
@@ -21,3 +25,8 @@ class OrderServiceSettings(ServiceSettings):
     )
     max_unpublished_age_seconds: float | None = Field(None, gt=0, description="likewise, of the oldest event")
     port: int = Field(8001, ge=1, le=65535)
+
+
+def owned_topics(settings: OrderServiceSettings) -> list[TopicSpec]:
+    """Return the topics that this service writes."""
+    return [settings.topic(ORDER_CONFIRMED_TOPIC)]

@@ -10,11 +10,10 @@ import sys
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import structlog
 import typer
-from fastapi import FastAPI
 from pydantic import ValidationError
 from sqlalchemy import MetaData
 from sqlalchemy.exc import SQLAlchemyError
@@ -31,7 +30,9 @@ from shared.migrations import alembic_config, upgrade
 from shared.outbox.commands import add_republish, parked_app
 from shared.outbox.topics import register_topics
 from shared.settings import OUTBOX_CHANNEL, ServiceSettings
-from shared.web import serve
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 log = structlog.get_logger(__name__)
 
@@ -48,7 +49,7 @@ def service_app(
     *,
     package: str,
     roles: tuple[str, ...],
-    build: Callable[[S, Collection[str]], FastAPI],
+    build: "Callable[[S, Collection[str]], FastAPI]",
     metadata: MetaData,
     owned_topics: Callable[[S], Sequence[TopicSpec]],
 ) -> typer.Typer:
@@ -67,6 +68,8 @@ def service_app(
         port: Annotated[int | None, typer.Option(help=f"overrides {prefix}_PORT; serves health for any role")] = None,
     ) -> None:
         """Run one process with the named roles until SIGTERM."""
+        from shared.web import serve
+
         with readable_errors(name):
             settings = _configured(settings_class)
             playing = check_roles(name, chosen or (), roles)

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import structlog
 
-from shared.errors import Refused, is_transient
+from shared.errors import Refused, is_transient, sqlstate
 
 log = structlog.get_logger(__name__)
 
@@ -159,9 +159,18 @@ def is_cancelled() -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """Return class and first line of an error: enough for a log, without statements and parameters."""
+    """Return class and first line of an error, with a remedy where that is plain; no statements and parameters."""
     first_line = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first_line[:300]}"
+    remedy = _LOST_PREPARED_STATEMENT if sqlstate(error) in _PREPARED_STATEMENT_STATES else ""
+    return f"{type(error).__name__}: {first_line[:300]}{remedy}"
+
+
+# Of a statement that the session does not know, and of one that it has already: another session's.
+_PREPARED_STATEMENT_STATES = ("26000", "42P05")
+_LOST_PREPARED_STATEMENT = (
+    ". The address leads through a proxy that does not carry prepared statements: PgBouncer 1.21 or newer with "
+    "max_prepared_statements above 0 does; or set the …_DATABASE_URL to the database's direct address"
+)
 
 
 @asynccontextmanager

@@ -25,6 +25,7 @@ CONNECTED = Gauge("listener_connected", "Whether this process hears of new work 
 
 _CONNECT_DEADLINE_SECONDS = 5.0
 _CALL_DEADLINE_SECONDS = 5.0
+_BUSY_PAUSES = 4  # the longest pause between two calls, in usual ones
 _NOT_LISTENING = Readiness(State.DEGRADED, "not listening; polling instead, so work is found a little later")
 _DEAF = Readiness(
     State.DEGRADED,
@@ -34,7 +35,10 @@ _DEAF = Readiness(
 
 
 class Notifier(BackgroundService):
-    """Sends one NOTIFY for all the signals of a few milliseconds."""
+    """Sends one NOTIFY for all the signals of a few milliseconds, and of some more while they come thick and fast.
+
+    A listener that finds work looks for more by itself, so under a steady load most calls would only cost it time.
+    """
 
     name = "notifier"
     stop_deadline_seconds = 8.0
@@ -45,9 +49,11 @@ class Notifier(BackgroundService):
         self._channel = channel
         self._coalesce_seconds = coalesce_seconds
         self._pending = asyncio.Event()
+        self._signals = 0
 
     def signal(self) -> None:
         """Ask for a NOTIFY soon. Returns at once; what cannot be sent is dropped, for listeners poll as well."""
+        self._signals += 1
         self._pending.set()
 
     def wake(self) -> None:
@@ -58,12 +64,16 @@ class Notifier(BackgroundService):
         try:
             self.readiness = READY
             self.backoff.reset()
+            pause = self._coalesce_seconds
             while not self.stopping.is_set():
                 await self._pending.wait()
                 self._pending.clear()
+                busy = self._signals > 1
+                self._signals = 0
                 async with asyncio.timeout(_CALL_DEADLINE_SECONDS):
                     await connection.execute("SELECT pg_notify($1, '')", self._channel)
-                await self.pause(self._coalesce_seconds)
+                pause = min(2 * pause, _BUSY_PAUSES * self._coalesce_seconds) if busy else self._coalesce_seconds
+                await self.pause(pause)
         finally:
             await _close(connection)
 

@@ -1,5 +1,6 @@
 """The operator's commands on an outbox: `… outbox parked list | show | release | discard` and `… outbox republish`."""
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Coroutine
@@ -161,6 +162,13 @@ async def _republish(
             f"{progress.sent} of {plan.events} events were published again, then: {_cause(error)}. Mend that and run "
             "the same command again: it begins anew, and what comes twice is absorbed"
         ) from error
+    except asyncio.CancelledError:
+        typer.echo(
+            f"interrupted: {progress.sent} of {plan.events} events were published again. To publish all, run the same "
+            "command again: it begins anew, and what comes twice is absorbed",
+            err=True,
+        )
+        raise
     typer.echo(f"{progress.sent} events were published again, with the ids they had")
 
 

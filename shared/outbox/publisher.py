@@ -29,6 +29,7 @@ from shared.outbox.parking import Aside, Suspects
 log = structlog.get_logger(__name__)
 
 _ROWS_AT_ONCE = 300
+_LIKELY_MORE_ROWS = 2  # events come so fast that the next ones are looked for without waiting for a call
 
 LOST = prometheus.Counter("outbox_leases_lost", "Buckets that turned out to be another relay's.")
 PARKED = prometheus.Counter("outbox_parked_behind", "Events parked because one of their key is parked.")
@@ -44,8 +45,8 @@ class PublisherSettings:
 
     poll_seconds: float = 0.5
     first_poll_seconds: float = 0.02
-    pace_seconds: float = 0.005
-    progress_interval_seconds: float = 0.05
+    pace_seconds: float = 0.004
+    progress_interval_seconds: float = 0.1
     delivery_deadline_seconds: float = 45.0
     stop_deadline_seconds: float = 5.0
     check_seconds: float = 30.0
@@ -162,10 +163,12 @@ class Publisher:
                         failpoints.hit("R1")
                         poll = self._settings.first_poll_seconds
                         await self._build(checking, page)
-                    if not page.more:
+                    if page.more:
+                        continue
+                    if len(page.rows) < _LIKELY_MORE_ROWS:
                         await wait_for(self._wakeup, poll)
                         poll = min(2 * poll, self._settings.poll_seconds)
-                        await self._keep_pace(now)
+                    await self._keep_pace(now)
             finally:
                 if ahead is not None:
                     await asyncio.wait({ahead})  # a query is not cut off
@@ -270,8 +273,9 @@ class Publisher:
             rows, passed_over = await self._set_aside(connection, rows)
         batches = self._batches()
         for start in range(0, len(rows), _ROWS_AT_ONCE):
+            if start:
+                await asyncio.sleep(0)  # acknowledgements and the next page come in between
             batches.add(rows[start : start + _ROWS_AT_ONCE], page.buckets)
-            await asyncio.sleep(0)  # acknowledgements and the next page come in between
         batches.close()
         for number in passed_over:
             self._suspects.passed_over(number, page.last_positions[number])

@@ -55,9 +55,19 @@ class Lab:
         dsn = self.stack.postgres.dsn(database)
         return self._subject("naive", dsn=dsn, bootstrap_servers=self.kafka, topic=TOPIC, note=note)
 
-    def limit(self, count: int, batch_bytes: int) -> AbstractAsyncContextManager[Subject]:
-        """Start the bare client with its batches built, up to its command `send`."""
-        return self._subject("limit", bootstrap_servers=self.kafka, topic=TOPIC, count=count, batch_bytes=batch_bytes)
+    def limit(self, count: int, batch_bytes: int, *, settled: bool) -> AbstractAsyncContextManager[Subject]:
+        """Start the bare client with its batches built, up to its command `send`.
+
+        It is a plain script; `settled`, it has the memory settings of the product too.
+        """
+        return self._subject(
+            "limit",
+            bootstrap_servers=self.kafka,
+            topic=TOPIC,
+            count=count,
+            batch_bytes=batch_bytes,
+            settled=settled,
+        )
 
     def writer(
         self, database: str, *, naive: bool, rate_per_second: float, seconds: float

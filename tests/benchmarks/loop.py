@@ -1,4 +1,4 @@
-"""The event loop and the memory settings of every subject: the product's, for its baselines as well."""
+"""The event loop of every subject, the product's for its baselines as well, and the memory settings of some."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 from shared import memory
 
 
-def run(main: Coroutine[Any, Any, None]) -> None:
-    """Run a subject to its end."""
-    memory.settle()
+def run(main: Coroutine[Any, Any, None], *, settled: bool) -> None:
+    """Run a subject to its end; `settled` ones with the product's memory settings."""
+    if settled:
+        memory.settle()
     with asyncio.Runner(loop_factory=_factory()) as runner:
         runner.run(main)
 

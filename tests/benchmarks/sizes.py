@@ -32,8 +32,8 @@ QUICK = Sizes(
     rates_per_second=(100,),
     window_seconds=1.0,
     warm_up_seconds=0.3,
-    hold_warm_up_seconds=0.3,
-    hold_seconds=3.0,
+    hold_warm_up_seconds=0.1,
+    hold_seconds=1.0,
     idle_seconds=1.0,
     writers_seconds=1.0,
 )

@@ -9,8 +9,8 @@ import pytest
 from sqlalchemy import text
 
 from chargeonce.stack import KafkaBroker
-from order_service.bootstrap import build, owned_topics
-from order_service.settings import OrderServiceSettings
+from order_service.bootstrap import build
+from order_service.settings import OrderServiceSettings, owned_topics
 from order_service.tables import metadata
 from shared.cli import make_topics, migrate_database
 from shared.database import Database

@@ -13,10 +13,10 @@ import asyncpg
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 
-from billing_service.bootstrap import executor_database, owned_topics
+from billing_service.bootstrap import executor_database
 from billing_service.events import PAYMENT_TOPIC
 from billing_service.messages import ORDER_CONFIRMED_TOPIC
-from billing_service.settings import BillingServiceSettings
+from billing_service.settings import BillingServiceSettings, owned_topics
 from chargeonce.stack import KafkaBroker
 from shared.database import Database
 from shared.identifiers import new_event_id

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
-from billing_service.bootstrap import owned_topics
 from billing_service.events import PAYMENT_TOPIC
 from billing_service.messages import ORDER_CONFIRMED_TOPIC
-from billing_service.settings import BillingServiceSettings
+from billing_service.settings import BillingServiceSettings, owned_topics
 from chargeonce.stack import KafkaBroker
 from shared.identifiers import new_event_id
 from shared.inbox.upkeep import ensure_partitions

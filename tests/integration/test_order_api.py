@@ -17,8 +17,8 @@ import pytest
 from sqlalchemy import event, text
 
 from chargeonce.stack import PostgresServer, free_ports
-from order_service.bootstrap import build, owned_topics
-from order_service.settings import OrderServiceSettings
+from order_service.bootstrap import build
+from order_service.settings import OrderServiceSettings, owned_topics
 from order_service.tables import metadata
 from shared import money
 from shared.cli import migrate_database

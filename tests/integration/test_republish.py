@@ -265,6 +265,22 @@ async def test_an_event_that_its_topic_takes_no_more_ends_the_command_with_what_
     assert "Traceback" not in complained
 
 
+async def test_interrupted_it_says_how_far_it_came_and_what_to_do(outbox: OutboxUnderTest) -> None:
+    await publish_all(outbox, keys=10, numbers=10)
+    process = await start_command(outbox, "--since", "1d", "--rate", "40")
+    assert process.stderr is not None
+    async with asyncio.timeout(60):
+        while not (line := await process.stderr.readline()).strip().endswith(b" of 100"):
+            assert line, "it ended without a word on how far it came"
+    process.send_signal(signal.SIGINT)
+    _, complained = await process.communicate()
+    [told] = [line for line in complained.decode().splitlines() if line.startswith("interrupted: ")]
+    assert "of 100 events were published again" in told
+    assert "run the same command again" in told
+    assert "Traceback" not in complained.decode()
+    assert process.returncode == 130
+
+
 async def test_killed_in_the_middle_it_is_run_again_and_sends_everything_in_order(outbox: OutboxUnderTest) -> None:
     await publish_all(outbox, keys=10, numbers=10)
     before = await outbox.arrived()

@@ -92,6 +92,27 @@ async def test_f9_many_signals_at_once_are_few_notifications(database_url: str) 
         assert len(heard) - swept <= 5
 
 
+async def test_f9_calls_get_rarer_under_a_steady_load_and_the_last_signal_is_still_heard(database_url: str) -> None:
+    heard: list[float] = []
+    clock = asyncio.get_running_loop().time
+    notifier = Notifier(plain(database_url), "channel", coalesce_seconds=0.02)
+    listener = Listener(plain(database_url), {"channel": lambda: heard.append(clock())})
+    async with running([notifier, listener]):
+        await until(lambda: listener.connected and notifier.ready().state is State.READY)
+        swept, began = len(heard), clock()
+        while clock() < began + 1.6:
+            notifier.signal()
+            await asyncio.sleep(0.001)
+        last = clock()
+        notifier.signal()
+        await until(lambda: heard[-1] >= last)
+        assert len(heard) - swept <= 1.6 / 0.08 + 4, "a fourth as many as at the usual pause"
+        # After a rest the first signal is passed on at once again.
+        quiet = len(heard)
+        notifier.signal()
+        await until(lambda: len(heard) > quiet)
+
+
 async def test_f10_a_listener_whose_connection_is_cut_sweeps_and_hears_again(database_url: str) -> None:
     heard: list[None] = []
     notifier = Notifier(plain(database_url), "channel")

@@ -18,12 +18,11 @@ import aiohttp
 from sqlalchemy import text
 
 from billing_service import repository
-from billing_service.bootstrap import owned_topics
 from billing_service.breaker import CircuitBreaker
 from billing_service.charge import Charge, NewCharge, RetryPolicy
 from billing_service.executor import ChargeExecutor, ExecutorSettings
 from billing_service.gateway import HttpPaymentGateway, PaymentGateway
-from billing_service.settings import BillingServiceSettings
+from billing_service.settings import BillingServiceSettings, owned_topics
 from billing_service.tables import metadata
 from shared.database import Database, DatabaseSettings
 from shared.identifiers import new_event_id

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import asyncpg
 import pytest
 from sqlalchemy.exc import DBAPIError
 
 from shared.errors import Refused
-from shared.lifecycle import BackgroundService, Backoff, State, running
+from shared.lifecycle import BackgroundService, Backoff, State, describe, running
 from tests.support.outbox import until
 
 
@@ -123,3 +124,16 @@ async def test_a_service_whose_task_ended_is_told_as_down() -> None:
     await asyncio.wait({task})
     assert service.ready().state is State.DOWN
     await service.stop()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        asyncpg.InvalidSQLStatementNameError('prepared statement "__asyncpg_stmt_1__" does not exist'),
+        asyncpg.DuplicatePreparedStatementError('prepared statement "__asyncpg_stmt_1__" already exists'),
+    ],
+)
+def test_a_proxy_that_loses_prepared_statements_is_told_with_its_remedy(error: asyncpg.PostgresError) -> None:
+    assert "max_prepared_statements" in describe(error)
+    assert "max_prepared_statements" in describe(DBAPIError("SELECT 1", None, error))
+    assert "max_prepared_statements" not in describe(asyncpg.UniqueViolationError("twice"))
