@@ -23,7 +23,7 @@ from tests.support.outbox import until
 @pytest.fixture(scope="module")
 async def own_stack(stack_directory: Path, stack: Stack) -> AsyncIterator[Stack]:
     """A stack that these tests may break."""
-    own = Stack(stack_directory / "inbox-outages")
+    own = Stack(stack_directory / "inbox-outages", kafka_settings={"group.min.session.timeout.ms": "1000"})
     async with own:
         yield own
     own.remove()
@@ -127,7 +127,7 @@ async def test_f22_f53_a_frozen_broker_delays_the_stop_by_its_deadlines_only_and
 
 async def test_a_broker_that_was_frozen_for_long_is_joined_anew(inbox: InboxUnderTest, own_stack: Stack) -> None:
     await inbox.produce(payload(1))
-    async with inbox.consuming(leave_deadline_seconds=1.0) as consumer:
+    async with inbox.consuming(leave_deadline_seconds=1.0, session_timeout_seconds=2.0) as consumer:
         await inbox.settled(1)
         first = consumer._client
         with frozen(own_stack.kafka.pid):
