@@ -54,8 +54,8 @@ class Place(enum.StrEnum):
 
 MEANINGS = {
     Place.OUTBOX: "not charged yet, the event waits in the outbox (see order-relay's /readyz, Kafka)",
-    Place.INBOX: "not charged yet, the event has left the outbox and made no charge (see billing-consumer's /readyz, "
-    "billing's dead letters)",
+    Place.INBOX: "not charged yet, the event has left the outbox and made no charge (see `order-service outbox parked "
+    "list`, billing-consumer's /readyz, billing's dead letters)",
     Place.CHARGE: "not charged yet, the charge waits in billing (see billing-executor's /readyz, the provider)",
     Place.RECORD: "charged at the provider, which billing has not recorded (see billing-executor's /readyz)",
 }

@@ -245,13 +245,17 @@ _PARK_AGAIN = text("""
         WHERE bucket = :bucket AND lease_owner = :owner AND lease_epoch = :epoch FOR SHARE
     ), event AS (
         SELECT p.bucket, p.key FROM outbox_parked p JOIN owned USING (bucket) WHERE p.position = :position
+    ), locked AS (
+        SELECT p.bucket, p.position FROM outbox_parked p JOIN event USING (bucket, key)
+        WHERE p.settled_at IS NULL
+        ORDER BY p.position FOR UPDATE OF p  -- as operators' commands do, or the two could deadlock
     )
     UPDATE outbox_parked p
     SET released_at = NULL, released_by = NULL,
         refused = p.refused OR p.position = :position,
         reason = CASE WHEN p.position = :position THEN :reason ELSE p.reason END
-    FROM event
-    WHERE p.bucket = event.bucket AND p.key = event.key AND p.settled_at IS NULL
+    FROM locked
+    WHERE p.bucket = locked.bucket AND p.position = locked.position
 """)
 
 _BLOCKED = text("""
@@ -297,9 +301,13 @@ _RELEASED = text("""
 
 _SETTLE = text(
     f"""
-    WITH {_OWNED}
+    WITH {_OWNED}, locked AS (
+        SELECT p.bucket, p.position FROM given g JOIN owned USING (bucket)
+        JOIN outbox_parked p ON p.bucket = g.bucket AND p.position = g.position
+        WHERE p.settled_at IS NULL
+        ORDER BY p.bucket, p.position FOR UPDATE OF p
+    )
     UPDATE outbox_parked p SET settled_at = clock_timestamp(), outcome = 'published', settled_by = 'relay'
-    FROM given g JOIN owned USING (bucket)
-    WHERE p.bucket = g.bucket AND p.position = g.position AND p.settled_at IS NULL
+    FROM locked WHERE p.bucket = locked.bucket AND p.position = locked.position
 """  # noqa: S608
 )

@@ -1,4 +1,4 @@
-"""Publishing again what was published already, for a consumer that was rebuilt: same ids, keys, bytes and partitions.
+"""Publishing again what was published already, for a consumer that was rebuilt: same ids, keys, payloads, partitions.
 
 The header `republished_at` tells a copy from the first one: to consumers, headers they do not know are data (F30).
 
