@@ -301,13 +301,9 @@ _RELEASED = text("""
 
 _SETTLE = text(
     f"""
-    WITH {_OWNED}, locked AS (
-        SELECT p.bucket, p.position FROM given g JOIN owned USING (bucket)
-        JOIN outbox_parked p ON p.bucket = g.bucket AND p.position = g.position
-        WHERE p.settled_at IS NULL
-        ORDER BY p.bucket, p.position FOR UPDATE OF p
-    )
+    WITH {_OWNED}
     UPDATE outbox_parked p SET settled_at = clock_timestamp(), outcome = 'published', settled_by = 'relay'
-    FROM locked WHERE p.bucket = locked.bucket AND p.position = locked.position
+    FROM given g JOIN owned USING (bucket)
+    WHERE p.bucket = g.bucket AND p.position = g.position AND p.settled_at IS NULL
 """  # noqa: S608
 )
