@@ -36,7 +36,8 @@ _REMEDIES = {
     17: "the topic's name is not allowed; correct it in outbox_topic",
     29: "let this client write the topic: Kafka ACLs Write, Describe and IdempotentWrite",
     31: "let this client write idempotently: Kafka ACL IdempotentWrite (brokers before 3.0: on the cluster)",
-    32: "the events are older than the topic takes; raise its message.timestamp.before.max.ms",
+    32: "an event's time is not what the topic takes: after a long outage raise its message.timestamp.before.max.ms; "
+    "if the database's clock runs ahead, mend that, and raise message.timestamp.after.max.ms until those have left",
     33: "the brokers do not offer this SASL mechanism; correct …_KAFKA_SASL_MECHANISM",
     44: "a policy of the brokers refuses this; ask who runs them",
     58: "the brokers refuse these credentials; correct …_KAFKA_SASL_USERNAME and …_KAFKA_SASL_PASSWORD",

@@ -52,7 +52,11 @@ class BatchBuilding:
         add, created_at = batch.records.add, batch.created_at
         reached = 0  # by events of this run in this batch
         for _, position, event_id, _, key, event_type, payload, headers, created in run:
-            record_headers = kafka_headers(str(event_id), event_type, headers)
+            try:
+                record_headers = kafka_headers(str(event_id), event_type, headers)
+            except Exception as error:  # whatever a row written past the kit may hold: it alone must step aside
+                event = f"{event_id} ({type(error).__name__})"
+                raise self._impossible(bucket, place, position, event, released=released) from error
             if len(created_at) >= most or not add((created + POSTGRES_EPOCH_US) // 1000, key, payload, record_headers):
                 if reached and not released:
                     batch.reaches(bucket, reached)
@@ -60,14 +64,24 @@ class BatchBuilding:
                 batch = self._begin(place)
                 add, created_at = batch.records.add, batch.created_at
                 if not add((created + POSTGRES_EPOCH_US) // 1000, key, payload, record_headers):
-                    batch.reaches(bucket, position)
-                    raise RefusedBatch(batch, f"event {event_id} fits into no batch of {place[0]}")
+                    raise self._impossible(
+                        bucket, place, position, f"{event_id} (it fits into no batch)", released=released
+                    )
             created_at.append(created)
             reached = position
             if released:
                 batch.released.append((bucket, position))
         if not released:
             batch.reaches(bucket, reached)
+
+    def _impossible(self, bucket: Bucket, place: Place, position: int, event: str, *, released: bool) -> RefusedBatch:
+        """Return the refusal of an event of which no record can be made."""
+        alone = Batch(self._producer.new_batch(*place))
+        if released:
+            alone.released.append((bucket, position))
+        else:
+            alone.reaches(bucket, position)
+        return RefusedBatch(alone, f"no record for {place[0]} can be made of event {event}")
 
     def _place(self, number: int, topic: str) -> Place:
         count = self._partitions.get(topic)
@@ -77,7 +91,7 @@ class BatchBuilding:
 
     def _begin(self, place: Place) -> Batch:
         topic, partition = place
-        records = self._producer.new_batch(topic, partition, self._suspects.batch_bytes.get(topic))
+        records = self._producer.new_batch(topic, partition, self._suspects.batch_bytes(topic))
         batch = self._open[place] = Batch(records)
         return batch
 

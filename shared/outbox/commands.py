@@ -203,13 +203,22 @@ async def _list(database: Database, selection: Selection, limit: int, *, as_json
     for event in events:
         typer.echo(_line(event))
     if not events:
-        typer.echo("nothing is parked")
+        typer.echo(await _nothing(database, selection))
         return
     if len(events) < summary.refused + summary.waiting:
         typer.echo(f"… and {summary.refused + summary.waiting - len(events)} more (--limit)")
     typer.echo(
         f"{summary.refused} refused and {summary.waiting} waiting behind them, of {summary.keys} keys. {_MEANING}"
     )
+
+
+async def _nothing(database: Database, selection: Selection) -> str:
+    """Say that nothing matches; a misspelt topic must not read as if all were well."""
+    everything = await summarize(database, Selection())
+    parked = everything.refused + everything.waiting
+    if selection == Selection() or not parked:
+        return "nothing is parked"
+    return f"nothing that is parked matches; {parked} events are parked in all: see `outbox parked list`"
 
 
 def _line(event: ParkedEvent) -> str:
@@ -237,7 +246,7 @@ def _fields(found: ParkedDetails) -> dict[str, Any]:
     return {
         **found.event.as_json(),
         "created_at": str(found.created_at),
-        "headers": dict(found.headers),
+        "headers": found.headers,
         "size_bytes": found.size_bytes,
         "outcome": found.outcome,
         "settled_at": str(found.settled_at) if found.settled_at else None,
@@ -264,7 +273,9 @@ async def _release(
         count = await release_all(database, selection, _named(by), channel, dry_run=dry_run)
     else:
         count = await release_key_of(database, event_id, _named(by), channel, dry_run=dry_run)
-    if dry_run:
+    if not count:
+        typer.echo(await _nothing(database, selection))
+    elif dry_run:
         typer.echo(f"{count} events would be published, each key's in order. Nothing was changed")
     else:
         typer.echo(

@@ -144,7 +144,13 @@ class Gate:
         self._at_rest = asyncio.Event()
         self._stopping = stopping
         self._closed = False
+        self._answered_any = False
         self._counted: list[Batch] = []
+
+    def is_answered(self, within_seconds: float) -> bool:
+        """Tell whether the broker takes batches: it took one and answers in time, or has none to answer."""
+        oldest = min((lane.sent_at for lane in self._lanes.values() if lane.sent_at), default=0.0)
+        return not oldest or (self._answered_any and time.monotonic() - oldest < within_seconds)
 
     def put(self, batch: Batch) -> None:
         """Send the batch after those of its partition that wait already."""
@@ -212,6 +218,7 @@ class Gate:
             self.fail(RefusedBatch(batch, detail) if failure.permanent else KafkaFailure(detail, remedy=failure.remedy))
             return
         failpoints.hit("R3")
+        self._answered_any = True
         try:
             batch.acknowledged_at = _now()
             self._counted.append(batch)

@@ -8,15 +8,19 @@ here check the lease's owner and epoch, like progress.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from uuid import UUID
 
+import structlog
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from shared.outbox.log import POSTGRES_EPOCH_US, Row
+
+log = structlog.get_logger(__name__)
 
 Place = tuple[str, int]
 """A topic and a partition."""
@@ -36,12 +40,26 @@ class Suspicion:
 class Suspects:
     """Finds the one record for which a batch is refused, by sending ever smaller batches. Outlives producers.
 
-    When no single record turns out to be at fault, the batch as a whole was too large for its topic, and
-    `batch_bytes` remembers what the topic takes.
+    When no single record turns out to be at fault, the batch as a whole was too large for its topic, and what the topic
+    takes is remembered. Every hour twice as much is tried, for the topic's limit may have been raised meanwhile.
     """
 
-    batch_bytes: dict[str, int] = field(default_factory=dict)
+    clock: Callable[[], float] = time.monotonic
+    _learned: dict[str, tuple[int, float]] = field(default_factory=dict)
     _suspicions: dict[Place, Suspicion] = field(default_factory=dict)
+
+    def batch_bytes(self, topic: str) -> int | None:
+        """Return how many bytes a batch for the topic may have; None when no limit is known."""
+        if topic not in self._learned:
+            return None
+        size, learned_at = self._learned[topic]
+        if self.clock() - learned_at > _TRY_MORE_SECONDS:
+            size *= 2
+            if size > _MOST_BATCH_BYTES:
+                del self._learned[topic]
+                return None
+            self._learned[topic] = size, self.clock()
+        return size
 
     def most_records(self, place: Place) -> int | None:
         """Return how many records a batch of the partition may have; None when there is no suspicion."""
@@ -92,11 +110,18 @@ class Suspects:
         if not suspicion.until:
             del self._suspicions[place]
             if not suspicion.guilty_found:
-                topic = place[0]
-                self.batch_bytes[topic] = max(_LEAST_BATCH_BYTES, suspicion.size_bytes // 2)
+                size = max(_LEAST_BATCH_BYTES, suspicion.size_bytes // 2)
+                self._learned[place[0]] = size, self.clock()
+                log.warning(
+                    "relay.batches_made_smaller",
+                    topic=place[0],
+                    bytes=size,
+                    meaning="the topic takes no larger ones (its max.message.bytes); no event is at fault",
+                )
 
 
-_LEAST_BATCH_BYTES = 1_024
+_LEAST_BATCH_BYTES, _MOST_BATCH_BYTES = 1_024, 1_048_576
+_TRY_MORE_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +142,13 @@ class Aside:
     settled: set[tuple[int, int]]
 
 
-async def read_aside(connection: AsyncConnection, buckets: Collection[int]) -> Aside:
-    """Return what stands aside in these buckets."""
+async def read_aside(connection: AsyncConnection, cursors: Mapping[int, int]) -> Aside:
+    """Return what stands aside in these buckets, which are sent from behind these positions."""
     blocked: defaultdict[int, set[bytes]] = defaultdict(set)
-    for row in await connection.execute(_BLOCKED, {"buckets": list(buckets)}):
+    for row in await connection.execute(_BLOCKED, {"buckets": list(cursors)}):
         blocked[row.bucket].add(row.key)
-    settled = await connection.execute(_SETTLED_AHEAD, {"buckets": list(buckets)})
+    parameters = {"buckets": list(cursors), "cursors": list(cursors.values())}
+    settled = await connection.execute(_SETTLED_AHEAD, parameters)
     return Aside(dict(blocked), {(row.bucket, row.position) for row in settled})
 
 
@@ -265,11 +291,8 @@ _BLOCKED = text("""
 
 _SETTLED_AHEAD = text("""
     SELECT p.bucket, p.position
-    FROM unnest(CAST(:buckets AS smallint[])) AS b (bucket)
-    CROSS JOIN LATERAL (
-        SELECT coalesce(max(position), 0) AS position FROM outbox_progress WHERE bucket = b.bucket
-    ) AS cursor
-    JOIN outbox_parked p ON p.bucket = b.bucket AND p.position > cursor.position
+    FROM unnest(CAST(:buckets AS smallint[]), CAST(:cursors AS bigint[])) AS c (bucket, position)
+    JOIN outbox_parked p ON p.bucket = c.bucket AND p.position > c.position
     WHERE p.settled_at IS NOT NULL
 """)
 
@@ -301,9 +324,16 @@ _RELEASED = text("""
 
 _SETTLE = text(
     f"""
-    WITH {_OWNED}
+    WITH {_OWNED}, locked AS (
+        SELECT p.place
+        FROM (SELECT g.* FROM given g JOIN owned USING (bucket) ORDER BY g.bucket, g.position) AS due
+        CROSS JOIN LATERAL (
+            SELECT ctid AS place FROM outbox_parked
+            WHERE outbox_parked.bucket = due.bucket AND outbox_parked.position = due.position AND settled_at IS NULL
+            LIMIT 1 FOR UPDATE  -- in order, as operators' commands do, or the two could deadlock
+        ) AS p
+    )
     UPDATE outbox_parked p SET settled_at = clock_timestamp(), outcome = 'published', settled_by = 'relay'
-    FROM given g JOIN owned USING (bucket)
-    WHERE p.bucket = g.bucket AND p.position = g.position AND p.settled_at IS NULL
+    FROM locked WHERE p.ctid = locked.place
 """  # noqa: S608
 )

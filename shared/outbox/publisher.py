@@ -140,9 +140,10 @@ class Publisher:
                     if now > check_at:
                         await self._check(checking)
                         check_at = now + self._settings.check_seconds
-                    if not healthy and now - began > self._settings.healthy_after_seconds:
-                        healthy = True
-                        self._on_healthy()
+                    if not healthy and now - began > (patience := self._settings.healthy_after_seconds):
+                        healthy = self._gate.is_answered(patience)
+                        if healthy:
+                            self._on_healthy()
                     if self._aside.blocked and now > released_at:
                         await self._publish_released(checking)
                         looked = time.monotonic()  # the more is parked the longer it takes, and so the rarer it is
@@ -230,11 +231,13 @@ class Publisher:
         surplus = self._giving_back = set(self._leases.surplus())
         gained = [number for number in held if number not in self._buckets and number not in surplus]
         if gained:
-            aside = await parking.read_aside(connection, gained)
+            aside = await parking.read_aside(connection, {number: held[number].cursor for number in gained})
             self._aside = Aside({**self._aside.blocked, **aside.blocked}, self._aside.settled | aside.settled)
             for number in gained:
                 if held.get(number) is self._leases.held.get(number):
                     self._buckets[number] = Bucket.of(held[number])
+        if self._released_in_flight or self._released_to_settle:
+            return  # or the next owner would send again what is out
         settled = [n for n in surplus if n not in self._buckets or self._buckets[n].settled]
         if settled:
             self._drop(settled)
@@ -305,15 +308,25 @@ class Publisher:
 
         What was discarded ahead of its bucket's cursor is noted in the same go, for it must not be sent.
         """
-        found = await parking.read_aside(connection, list(self._aside.blocked))
+        found = await self._read_aside_now(connection)
         blocked = {number: keys & found.blocked.get(number, set()) for number, keys in self._aside.blocked.items()}
         self._aside = Aside({n: keys for n, keys in blocked.items() if keys}, self._aside.settled | found.settled)
+
+    async def _read_aside_now(self, connection: AsyncConnection) -> Aside:
+        """Read what stands aside in buckets with blocked keys, as far as it may still be sent from the log."""
+        blocking = [number for number in self._aside.blocked if number in self._buckets]
+        return await parking.read_aside(connection, {n: self._buckets[n].recorded_up_to for n in blocking})
 
     async def _publish_released(self, connection: AsyncConnection) -> None:
         """Publish what an operator released, before anything newer of its keys; then their newer events may follow."""
         if self._released_in_flight or self._released_to_settle:
             return
         released = await parking.read_released(connection, list(self._aside.blocked), self._settings.bytes_per_read)
+        if not released.events:
+            return
+        # Of a key that is released as a whole, an event may have been discarded that its bucket has yet to pass.
+        discarded = (await self._read_aside_now(connection)).settled
+        self._aside = replace(self._aside, settled=self._aside.settled | discarded)
         events = [row for row in released.events if row.bucket in self._buckets]
         if not events:
             return

@@ -206,6 +206,8 @@ class Relay(BackgroundService):
             owned = await park_refused(connection, self._leases.owner, event)
         if owned:
             self._suspects.parked(event.bucket, event.position)
+            if batch.released:  # it lies behind the cursor, which would never pass it
+                self._suspects.forget({event.bucket})
             PARKED.inc()
             log.error(
                 "relay.event_parked",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from aiokafka.errors import KafkaError
@@ -19,6 +20,8 @@ from shared.kafka.producer import IdempotentProducer, RecordBatch
 from shared.kafka.topics import TopicSpec
 from shared.outbox.leases import BucketLeases, Lease
 from shared.outbox.log import OutboxLog, Page
+from shared.outbox.parked_events import discard, release_key_of
+from shared.outbox.parking import RefusedEvent, park_refused, read_aside
 from shared.outbox.publisher import Publisher, PublisherSettings
 from shared.outbox.topics import register_topics
 from tests.support.outbox import OutboxUnderTest, outbox_under_test, until
@@ -107,6 +110,7 @@ class Publishing:
         self.leases = BucketLeases(outbox.database, lease_seconds=10)
         self.stopping = asyncio.Event()
         self.wakeup = asyncio.Event()
+        self.healthy = asyncio.Event()
         producer: IdempotentProducer = broker  # type: ignore[assignment]  # the methods that a publisher uses
         self.publisher = Publisher(
             producer=producer,
@@ -116,6 +120,7 @@ class Publishing:
             settings=settings,
             stopping=self.stopping,
             wakeup=self.wakeup,
+            on_healthy=self.healthy.set,
         )
 
     async def start(self) -> asyncio.Task[None]:
@@ -185,6 +190,84 @@ async def test_f4_f5_buckets_that_change_hands_and_come_back_in_mid_page_lose_no
                 first_copies[key].append(number)
     assert len(first_copies) == 30
     assert all(numbers == list(range(60)) for numbers in first_copies.values())
+
+
+async def test_f12_f13_what_is_discarded_while_the_rest_of_its_key_is_released_is_not_sent(
+    outbox: OutboxUnderTest,
+) -> None:
+    """The log still has it ahead of the cursor, and the key is not blocked any more."""
+    first, second = outbox.event("order-1", 0), outbox.event("order-1", 1)
+    await outbox.publish(first, second, outbox.event("order-2", 0))
+    broker = Broker(lambda _: True)
+    settings = PublisherSettings(poll_seconds=0.05, released_seconds=0.01, max_buffered_bytes=0)  # nothing is read yet
+    publishing = Publishing(outbox, broker, {outbox.topic: 4}, settings)
+    await publishing.leases.join()
+    await park_all_of(outbox, publishing.leases, b"order-1")
+    running = asyncio.create_task(publishing.publisher.run())
+    await until(lambda: publishing.publisher._aside.blocked)
+    await discard(outbox.database, first.event_id, "ada", "a test order", dry_run=False)
+    assert await release_key_of(outbox.database, second.event_id, "ada", "outbox_event", dry_run=False) == 1
+    await until(lambda: broker.handed_over and not publishing.publisher._aside.blocked)
+    publishing.publisher._settings = replace(settings, max_buffered_bytes=1_000_000)
+    publishing.wakeup.set()
+    await outbox.drained()
+    await publishing.stop(running)
+    sent = [value for batch in broker.handed_over for _, value in batch.records]
+    assert sorted(sent) == [b"order-1:1", b"order-2:0"]
+
+
+async def park_all_of(outbox: OutboxUnderTest, leases: BucketLeases, key: bytes) -> None:
+    async with outbox.database.engine.connect() as connection:
+        query = text("SELECT bucket, position FROM outbox_event WHERE key = :key ORDER BY position")
+        places = (await connection.execute(query, {"key": key})).all()
+    async with outbox.database.engine.begin() as connection:
+        for bucket, position in places:
+            event = RefusedEvent(bucket, position, leases.held[bucket].epoch, "refused by the test")
+            assert await park_refused(connection, leases.owner, event)
+
+
+async def test_f12_what_was_discarded_between_a_leases_cursor_and_the_durable_one_is_not_sent(
+    outbox: OutboxUnderTest,
+) -> None:
+    """A lease's cursor may be older than the durable one: the last owner's write may commit after it was read."""
+    await outbox.publish(*(outbox.event("order-1", number) for number in range(3)))
+    leases = BucketLeases(outbox.database, lease_seconds=10)
+    await leases.join()
+    await park_all_of(outbox, leases, b"order-1")
+    async with outbox.database.engine.begin() as connection:
+        await connection.execute(
+            text("UPDATE outbox_parked SET settled_at = now(), outcome = 'discarded', settled_by = 'ada', note = 'x'")
+        )
+        await connection.execute(
+            text(
+                "INSERT INTO outbox_progress (bucket, position) "
+                "SELECT bucket, max(position) FROM outbox_event GROUP BY bucket"
+            )
+        )
+    async with outbox.database.engine.connect() as connection:
+        aside = await read_aside(connection, dict.fromkeys(range(96), 0))
+    assert len(aside.settled) == 3
+
+
+async def test_f15_a_producer_whose_batches_are_not_answered_is_not_called_healthy(outbox: OutboxUnderTest) -> None:
+    await outbox.publish(outbox.event("order-1", 0))
+    answer: list[bool | None] = [None]
+    settings = PublisherSettings(poll_seconds=0.02, healthy_after_seconds=0.1, delivery_deadline_seconds=60.0)
+    publishing = Publishing(outbox, Broker(lambda _: answer[0]), {outbox.topic: 4}, settings)
+    running = await publishing.start()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(publishing.healthy.wait(), 1.0)
+    answer[0] = True
+    await asyncio.wait_for(publishing.healthy.wait(), 10.0)
+    await publishing.stop(running)
+
+
+async def test_a_producer_with_nothing_to_send_becomes_healthy(outbox: OutboxUnderTest) -> None:
+    settings = PublisherSettings(poll_seconds=0.02, healthy_after_seconds=0.1)
+    publishing = Publishing(outbox, Broker(lambda _: True), {outbox.topic: 4}, settings)
+    running = await publishing.start()
+    await asyncio.wait_for(publishing.healthy.wait(), 10.0)
+    await publishing.stop(running)
 
 
 async def test_f15_f16_f46_after_a_refused_first_batch_nothing_overtakes_it(outbox: OutboxUnderTest) -> None:

@@ -22,6 +22,7 @@ from shared.outbox.relay import SESSIONS, STATE, Relay
 from tests.support.outbox import OutboxUnderTest, database_settings, outbox_under_test, scalar, until
 
 EVERY_BUCKET = range(96)
+FROM_THE_START = dict.fromkeys(EVERY_BUCKET, 0)
 MOST_BYTES = 16_000_000
 
 
@@ -46,7 +47,7 @@ async def test_f8_20k_parked_events_are_parked_released_and_settled_within_the_r
                 await writer.execute(text(f"VACUUM ANALYZE {table}"))
             for _ in range(6):  # PostgreSQL makes the plan that it keeps
                 await park_behind(relay, leases.owner, [(1, epochs[1], 1)], "waits")
-                await read_aside(relay, EVERY_BUCKET)
+                await read_aside(relay, FROM_THE_START)
                 await read_released(relay, EVERY_BUCKET, MOST_BYTES)
                 await settle_published(relay, leases.owner, [(1, epochs[1], 1)])
             await writer.execute(_APPEND_MANY, {"topic": outbox.topic, "keys": keys})
@@ -54,7 +55,7 @@ async def test_f8_20k_parked_events_are_parked_released_and_settled_within_the_r
             for start in range(0, 20_000, 4_800):
                 waiting = [(b, epochs[b], position) for b, position in places[start : min(start + 4_800, 20_000)]]
                 await park_behind(relay, leases.owner, waiting, "waits")
-            assert len((await read_aside(relay, EVERY_BUCKET)).blocked[0]) == (1 if keys == 1 else 1 + 1999 // 96)
+            assert len((await read_aside(relay, FROM_THE_START)).blocked[0]) == (1 if keys == 1 else 1 + 1999 // 96)
             assert not (await read_released(relay, EVERY_BUCKET, MOST_BYTES)).events
             await writer.execute(text("UPDATE outbox_parked SET released_at = now()"))
             released = await read_released(relay, EVERY_BUCKET, MOST_BYTES)
@@ -171,18 +172,36 @@ async def test_f12_headers_that_are_no_strings_stop_nobody(outbox: OutboxUnderTe
     assert record.headers[2:] == (("text", b"as it is"), ("attempt", b"3"), ("nothing", b"null"))
 
 
-async def test_f38_a_failure_that_comes_back_with_each_producer_is_met_with_growing_pauses_and_told(
-    outbox: OutboxUnderTest,
+@pytest.mark.parametrize("headers", ["[]", "3", '"x"'])
+async def test_f12_a_row_of_which_no_record_can_be_made_steps_aside_alone(
+    outbox: OutboxUnderTest, headers: str
 ) -> None:
-    await insert_headers(outbox, "[]")  # no kit writes that, and the relay cannot build it
+    await insert_headers(outbox, headers)  # no kit writes that
+    await outbox.publish(*(outbox.event(f"order-{key}", 0) for key in range(20)))
+    async with outbox.relay():
+        await outbox.drained()
+    assert len(await outbox.arrived()) == 20
+    [(key, refused, _)] = await outbox.parked()
+    assert (key, refused) == (b"k", True)
+
+
+async def test_f38_a_failure_that_comes_back_with_each_producer_is_met_with_growing_pauses_and_told(
+    outbox: OutboxUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr("shared.outbox.log.LogReader.read", fail)
     before = SESSIONS._value.get()
     async with outbox.relay() as relay:
         await until(lambda: SESSIONS._value.get() > before + 2)
-        seen = set()
+        readiness, told = set(), set()
         for _ in range(300):
-            seen.add((relay.ready().state, STATE._value))
+            readiness.add(relay.ready().state)
+            told.add(STATE._states[STATE._value])
             await asyncio.sleep(0.01)
-        assert State.READY not in {state for state, _ in seen}
+        assert State.READY not in readiness
+        assert "waiting" in told
     assert SESSIONS._value.get() - before < 9
 
 
