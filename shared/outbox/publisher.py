@@ -45,7 +45,7 @@ class PublisherSettings:
 
     poll_seconds: float = 0.5
     first_poll_seconds: float = 0.02
-    pace_seconds: float = 0.004
+    pace_seconds: float = 0.0035
     progress_interval_seconds: float = 0.1
     delivery_deadline_seconds: float = 45.0
     stop_deadline_seconds: float = 5.0
@@ -324,10 +324,11 @@ class Publisher:
         released = await parking.read_released(connection, list(self._aside.blocked), self._settings.bytes_per_read)
         if not released.events:
             return
-        # Of a key that is released as a whole, an event may have been discarded that its bucket has yet to pass.
+        # A bucket may have yet to pass what is sent here, and what was discarded of a key that is released as a whole.
         discarded = (await self._read_aside_now(connection)).settled
-        self._aside = replace(self._aside, settled=self._aside.settled | discarded)
         events = [row for row in released.events if row.bucket in self._buckets]
+        sent = {(row[0], row[1]) for row in events if row[1] > self._buckets[row[0]].recorded_up_to}
+        self._aside = replace(self._aside, settled=self._aside.settled | discarded | sent)
         if not events:
             return
         log.info("relay.publishing_released", events=len(events), whole_keys=len(released.whole_keys))

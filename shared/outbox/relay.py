@@ -214,7 +214,7 @@ class Relay(BackgroundService):
                 bucket=event.bucket,
                 position=event.position,
                 error=refused.detail,
-                meaning="the broker refuses this event for good; it and later ones of its key wait in outbox_parked, "
+                meaning="Kafka does not take this event; it and later ones of its key wait in outbox_parked, "
                 "all others are published; see `outbox parked list`",
             )
         return True

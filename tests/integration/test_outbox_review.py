@@ -181,8 +181,8 @@ async def test_f12_a_row_of_which_no_record_can_be_made_steps_aside_alone(
     async with outbox.relay():
         await outbox.drained()
     assert len(await outbox.arrived()) == 20
-    [(key, refused, _)] = await outbox.parked()
-    assert (key, refused) == (b"k", True)
+    [(payload, refused, _)] = await outbox.parked()
+    assert (payload, refused) == (b"k:0", True)
 
 
 async def test_f38_a_failure_that_comes_back_with_each_producer_is_met_with_growing_pauses_and_told(
