@@ -25,7 +25,7 @@ CONNECTED = Gauge("listener_connected", "Whether this process hears of new work 
 
 _CONNECT_DEADLINE_SECONDS = 5.0
 _CALL_DEADLINE_SECONDS = 5.0
-_BUSY_PAUSES = 4  # the longest pause between two calls, in usual ones
+_BUSY_PAUSES = 2  # the longest pause between two calls, in usual ones
 _NOT_LISTENING = Readiness(State.DEGRADED, "not listening; polling instead, so work is found a little later")
 _DEAF = Readiness(
     State.DEGRADED,

@@ -29,7 +29,7 @@ from shared.outbox.parking import Aside, Suspects
 log = structlog.get_logger(__name__)
 
 _ROWS_AT_ONCE = 300
-_LIKELY_MORE_ROWS = 2  # events come so fast that the next ones are looked for without waiting for a call
+_LIKELY_MORE_ROWS = 2  # events come so thick that the next ones are looked for, twice, without waiting for a call
 
 LOST = prometheus.Counter("outbox_leases_lost", "Buckets that turned out to be another relay's.")
 PARKED = prometheus.Counter("outbox_parked_behind", "Events parked because one of their key is parked.")
@@ -129,6 +129,7 @@ class Publisher:
         began = time.monotonic()
         check_at = began + self._settings.check_seconds
         released_at = 0.0
+        thick = -1
         healthy = False
         async with self._outbox.connect() as checking, self._outbox.reader() as reader:
             ahead: asyncio.Task[_Read] | None = None
@@ -166,7 +167,8 @@ class Publisher:
                         await self._build(checking, page)
                     if page.more:
                         continue
-                    if len(page.rows) < _LIKELY_MORE_ROWS:
+                    thick = 1 if len(page.rows) >= _LIKELY_MORE_ROWS else thick - 1
+                    if thick < 0:
                         await wait_for(self._wakeup, poll)
                         poll = min(2 * poll, self._settings.poll_seconds)
                     await self._keep_pace(now)

@@ -106,7 +106,7 @@ async def test_f9_calls_get_rarer_under_a_steady_load_and_the_last_signal_is_sti
         last = clock()
         notifier.signal()
         await until(lambda: heard[-1] >= last)
-        assert len(heard) - swept <= 1.6 / 0.08 + 4, "a fourth as many as at the usual pause"
+        assert len(heard) - swept <= 1.6 / 0.04 + 4, "half as many as at the usual pause"
         # After a rest the first signal is passed on at once again.
         quiet = len(heard)
         notifier.signal()
