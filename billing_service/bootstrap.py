@@ -23,6 +23,7 @@ from shared.inbox.upkeep import InboxUpkeep
 from shared.lifecycle import Service
 from shared.outbox.append import EventWriter
 from shared.outbox.bootstrap import relay_services
+from shared.outbox.calls import call_for
 from shared.outbox.log import relay_database
 from shared.outbox.upkeep import BacklogMonitor
 from shared.settings import OUTBOX_CHANNEL
@@ -86,7 +87,7 @@ def executor_database(settings: BillingServiceSettings) -> Database:
 
 def _executor(settings: BillingServiceSettings, database: Database) -> list[Service]:
     """Charges become payments, and their results events; the relay is woken after each commit."""
-    notifier = Notifier(settings.listen_dsn, OUTBOX_CHANNEL)
+    notifier = Notifier(settings.listen_dsn, OUTBOX_CHANNEL, text_of=call_for)
     notifier.name = "outbox-notifier"
     executor = ChargeExecutor(
         UnitsOfWork(database, EventWriter(signal=notifier.signal)),
@@ -98,7 +99,7 @@ def _executor(settings: BillingServiceSettings, database: Database) -> list[Serv
             most_pause_seconds=settings.breaker_most_pause_seconds,
         ),
     )
-    listener = Listener(settings.listen_dsn, {CHARGE_CHANNEL: executor.wake})
+    listener = Listener(settings.listen_dsn, {CHARGE_CHANNEL: lambda _: executor.wake()})
     listener.name = "charge-listener"
     return [notifier, executor, listener]
 

@@ -17,6 +17,7 @@ from shared.lifecycle import Service
 from shared.outbox.admission import Admission, BacklogLimits
 from shared.outbox.append import EventWriter
 from shared.outbox.bootstrap import relay_services
+from shared.outbox.calls import call_for
 from shared.outbox.log import relay_database
 from shared.outbox.upkeep import BacklogMonitor
 from shared.settings import OUTBOX_CHANNEL
@@ -29,7 +30,7 @@ def build(settings: OrderServiceSettings, roles: Collection[str] = ROLES) -> Fas
     """Return the application of one process with the given roles. Connects to nothing yet."""
     database = Database(settings.database("+".join(roles)))
     relay_pool = relay_database(settings.database("relay", pool_size=6), settings.relay_lease_seconds)
-    notifier = Notifier(settings.listen_dsn, OUTBOX_CHANNEL)
+    notifier = Notifier(settings.listen_dsn, OUTBOX_CHANNEL, text_of=call_for)
     units = UnitsOfWork(database, EventWriter(signal=notifier.signal))
     limits = BacklogLimits(settings.max_unpublished_events, settings.max_unpublished_age_seconds)
     monitor = BacklogMonitor(relay_pool, settings.backlog_degraded_after_seconds, limits)

@@ -6,7 +6,7 @@ appending takes the lock of their bucket, and that lock should be held for one W
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -53,16 +53,17 @@ class UnitsOfWork:
     @asynccontextmanager
     async def begin(self) -> AsyncIterator[UnitOfWork]:
         """Yield a unit of work; commit when the block returns, roll back when it raises."""
+        buckets: Sequence[int] = ()
         async with self._database.session() as session, session.begin():
             work = UnitOfWork(session, self._writer)
             yield work
             await session.flush()
             if work.events and self._writer is not None:
-                await self._writer.append(session, work.events)
+                buckets = await self._writer.append(session, work.events)
                 failpoints.hit("O2")
             for callback in work.before_commit:
                 callback()
-        if work.events and self._writer is not None:
-            self._writer.signal()
+        if buckets and self._writer is not None:
+            self._writer.signal(buckets)
         for callback in work.after_commit:
             callback()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 
 import asyncpg
@@ -38,23 +38,40 @@ class Notifier(BackgroundService):
     """Sends one NOTIFY for all the signals of a few milliseconds, and of some more while they come thick and fast.
 
     A listener that finds work looks for more by itself, so under a steady load most calls would only cost it time.
+    A call says where there is work when all of its signals did: `text_of` makes its text of what they said.
     """
 
     name = "notifier"
     stop_deadline_seconds = 8.0
 
-    def __init__(self, dsn: str, channel: str, coalesce_seconds: float = 0.003) -> None:
+    def __init__(
+        self,
+        dsn: str,
+        channel: str,
+        coalesce_seconds: float = 0.003,
+        text_of: Callable[[Collection[int]], str] = lambda _: "",
+    ) -> None:
         super().__init__()
         self._dsn = dsn
         self._channel = channel
         self._coalesce_seconds = coalesce_seconds
         self._pending = asyncio.Event()
+        self._text_of = text_of
         self._signals = 0
+        self._somewhere = False
+        self._where: set[int] = set()
 
-    def signal(self) -> None:
+    def signal(self, where: Collection[int] = ()) -> None:
         """Ask for a NOTIFY soon. Returns at once; what cannot be sent is dropped, for listeners poll as well."""
+        self._where.update(where)
+        self._somewhere |= not where
         self._signals += 1
         self._pending.set()
+
+    def _take_text(self) -> str:
+        where, somewhere = self._where, self._somewhere
+        self._signals, self._where, self._somewhere = 0, set(), False
+        return "" if somewhere else self._text_of(where)
 
     def wake(self) -> None:
         self._pending.set()
@@ -69,9 +86,8 @@ class Notifier(BackgroundService):
                 await self._pending.wait()
                 self._pending.clear()
                 busy = self._signals > 1
-                self._signals = 0
                 async with asyncio.timeout(_CALL_DEADLINE_SECONDS):
-                    await connection.execute("SELECT pg_notify($1, '')", self._channel)
+                    await connection.execute("SELECT pg_notify($1, $2)", self._channel, self._take_text())
                 pause = min(2 * pause, _BUSY_PAUSES * self._coalesce_seconds) if busy else self._coalesce_seconds
                 await self.pause(pause)
         finally:
@@ -79,7 +95,8 @@ class Notifier(BackgroundService):
 
 
 class Listener(BackgroundService):
-    """Calls back when a channel is notified, and once whenever it (re)connects: what was missed is swept up.
+    """Calls back with the text when a channel is notified, and with none when it (re)connects: what was missed is swept
+    up.
 
     `connected` and the gauge tell whether it hears. While it cannot, it tries again every `retry_seconds`.
     """
@@ -90,7 +107,7 @@ class Listener(BackgroundService):
     def __init__(
         self,
         dsn: str,
-        callbacks: Mapping[str, Callable[[], None]],
+        callbacks: Mapping[str, Callable[[str], None]],
         ping_seconds: float = 5.0,
         call_deadline_seconds: float = _CALL_DEADLINE_SECONDS,
         retry_seconds: float = 60.0,
@@ -113,9 +130,9 @@ class Listener(BackgroundService):
         try:
             async with asyncio.timeout(self._call_deadline_seconds):
                 for channel, callback in self._callbacks.items():
-                    await connection.add_listener(channel, lambda *_, callback=callback: callback())
+                    await connection.add_listener(channel, lambda *said, callback=callback: callback(said[-1]))
             for callback in self._callbacks.values():
-                callback()
+                callback("")
             if not await self._reached_by_a_call(connection):
                 self.readiness = _DEAF
                 log.warning("listener.deaf", reason=_DEAF.reason)

@@ -58,10 +58,12 @@ _APPEND = text("""
 class EventWriter:
     """Appends events to the outbox of the database that the session is connected to.
 
-    `signal` tells the relay, after the commit, that there is something to read (a hint: the relay polls anyway).
+    `signal` tells the relay, after the commit, in which buckets there is something to read (a hint: it polls anyway).
     """
 
-    def __init__(self, signal: Callable[[], None] = lambda: None, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
+    def __init__(
+        self, signal: Callable[[Sequence[int]], None] = lambda _: None, max_event_bytes: int = MAX_EVENT_BYTES
+    ) -> None:
         self.signal = signal
         self._max_event_bytes = max_event_bytes
 
@@ -84,17 +86,20 @@ class EventWriter:
                     f"values up to {_MAX_HEADER_CHARACTERS} without NUL"
                 )
 
-    async def append(self, session: AsyncSession, events: Sequence[OutgoingEvent]) -> None:
+    async def append(self, session: AsyncSession, events: Sequence[OutgoingEvent]) -> Sequence[int]:
         """Insert the events in one statement, sorted by bucket so that two transactions cannot deadlock on the locks.
+
+        Returns their buckets.
 
         Raises Refused when a topic is not registered in `outbox_topic`; the transaction must then roll back.
         """
         trace = trace_headers()
+        buckets = [bucket_of(event.key) for event in events]
         result = await session.execute(
             _APPEND,
             {
                 "event_ids": [event.event_id for event in events],
-                "buckets": [bucket_of(event.key) for event in events],
+                "buckets": buckets,
                 "topics": [event.topic for event in events],
                 "keys": [event.key for event in events],
                 "event_types": [event.event_type for event in events],
@@ -107,3 +112,4 @@ class EventWriter:
             raise Refused(
                 f"one of the topics {topics} is not registered in outbox_topic; run the service's migrate command"
             )
+        return buckets

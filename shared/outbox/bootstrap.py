@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 
 from shared.database import Database
 from shared.kafka.settings import KafkaSettings
 from shared.lifecycle import Service
+from shared.outbox.calls import Calls
 from shared.outbox.leases import BucketLeases
 from shared.outbox.publisher import PublisherSettings
 from shared.outbox.relay import LeaseKeeper, Relay, RelaySettings
@@ -35,15 +35,15 @@ def relay_services(database: Database, settings: OutboxSettings) -> list[Service
 
     `database` comes from `log.relay_database`, whose sessions plan as the relay needs it; the caller closes it.
     """
-    wakeup = asyncio.Event()
+    calls = Calls()
     leases = BucketLeases(database, settings.lease_seconds)
     publishing = PublisherSettings(
         poll_seconds=settings.poll_seconds, delivery_deadline_seconds=settings.delivery_deadline_seconds
     )
     relaying = RelaySettings(publishing, settings.compression, settings.park_limit)
     return [
-        LeaseKeeper(leases, wakeup),
-        Relay(database, settings.kafka, leases, wakeup, relaying),
-        Listener(settings.listen_dsn, {settings.channel: wakeup.set}),
+        LeaseKeeper(leases, calls),
+        Relay(database, settings.kafka, leases, calls, relaying),
+        Listener(settings.listen_dsn, {settings.channel: calls.hear}),
         OutboxKeeper(database, settings.retention_hours),
     ]

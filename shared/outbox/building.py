@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
@@ -101,12 +101,13 @@ class BatchBuilding:
             self._gate.put(batch)
 
 
-def kafka_headers(event_id: str, event_type: str, headers: str) -> Sequence[tuple[str, bytes]]:
+def kafka_headers(event_id: str, event_type: str, headers: str) -> list[tuple[str, bytes]]:
     """Return the record's headers: the event's id and type, then what the writer gave, a JSON object as text."""
-    own = [("event_id", event_id.encode()), _type_header(event_type)]
-    if headers.startswith(_TRACE_ONLY) and len(headers) == _TRACE_ONLY_LENGTH:
-        own.append(("traceparent", headers[_TRACE].encode()))
-    elif headers != "{}":
+    event_id_header = "event_id", event_id.encode()
+    if len(headers) == _TRACE_ONLY_LENGTH and headers.startswith(_TRACE_ONLY):
+        return [event_id_header, _type_header(event_type), ("traceparent", headers[_TRACE].encode())]
+    own = [event_id_header, _type_header(event_type)]
+    if headers != "{}":
         own += [(name, _header_value(value)) for name, value in orjson.loads(headers).items()]
     return own
 

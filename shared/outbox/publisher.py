@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import prometheus_client as prometheus
@@ -21,7 +21,8 @@ from shared.kafka.producer import IdempotentProducer
 from shared.outbox import parking
 from shared.outbox.backlog import refusal
 from shared.outbox.building import BatchBuilding
-from shared.outbox.gate import Batch, Bucket, Gate, wait_for
+from shared.outbox.calls import Calls
+from shared.outbox.gate import Batch, Bucket, Gate
 from shared.outbox.leases import BucketLeases, Lease
 from shared.outbox.log import LogReader, OutboxLog, Page, ProgressWriter, Row
 from shared.outbox.parking import Aside, Suspects
@@ -40,12 +41,14 @@ class PublisherSettings:
     """Limits of a publisher. The delivery deadline exceeds the broker's replica.lag.time.max.ms (30 s by default).
 
     `pace_seconds` is the least time between two reads: under a steady load several events share one read and one
-    request, and a single event after a pause does not wait.
+    request, and a single event after a pause does not wait. Called for some buckets, it reads those; every so many
+    `sweep_seconds` at least it reads all that it owns.
     """
 
     poll_seconds: float = 0.5
     first_poll_seconds: float = 0.02
-    pace_seconds: float = 0.0035
+    sweep_seconds: float = 0.05
+    pace_seconds: float = 0.003
     progress_interval_seconds: float = 0.1
     delivery_deadline_seconds: float = 45.0
     stop_deadline_seconds: float = 5.0
@@ -80,7 +83,7 @@ class Publisher:
         partitions: Mapping[str, int],
         settings: PublisherSettings,
         stopping: asyncio.Event,
-        wakeup: asyncio.Event,
+        calls: Calls,
         suspects: Suspects | None = None,
         on_healthy: Callable[[], None] = lambda: None,
     ) -> None:
@@ -90,7 +93,7 @@ class Publisher:
         self._partitions = partitions
         self._settings = settings
         self._stopping = stopping
-        self._wakeup = wakeup
+        self._calls = calls
         self._suspects = suspects or Suspects()
         self._on_healthy = on_healthy
         self._gate = Gate(producer, settings.delivery_deadline_seconds, stopping, self._acknowledged, self._wake_all)
@@ -128,14 +131,13 @@ class Publisher:
         poll = self._settings.first_poll_seconds
         began = time.monotonic()
         check_at = began + self._settings.check_seconds
-        released_at = 0.0
+        released_at = swept_at = 0.0
         thick = -1
-        healthy = False
+        healthy = busy = False
         async with self._outbox.connect() as checking, self._outbox.reader() as reader:
             ahead: asyncio.Task[_Read] | None = None
             try:
                 while self._gate.failure is None and not self._stopping.is_set():
-                    self._wakeup.clear()
                     now = time.monotonic()
                     await self._follow_leases(checking)
                     if now > check_at:
@@ -149,27 +151,31 @@ class Publisher:
                         await self._publish_released(checking)
                         looked = time.monotonic()  # the more is parked the longer it takes, and so the rarer it is
                         released_at = looked + max(self._settings.released_seconds, 10 * (looked - now))
-                    if ahead is None:
+                    if ahead is not None:
+                        page, ahead = await ahead, None
+                    else:
+                        called_for = self._calls.take()
                         if not (self._has_room and self._leases.valid and self._buckets):
-                            await wait_for(self._wakeup, poll)
+                            await self._calls.wait(poll)
                             poll = min(2 * poll, self._settings.poll_seconds)
                             continue
-                        page = await self._read(reader)
-                    else:
-                        page, ahead = await ahead, None
+                        if busy or now - swept_at > self._settings.sweep_seconds:
+                            called_for, swept_at = set(), now  # under a load there is more by now than was called for
+                        page = await self._read(reader, called_for)
                     if page.more and self._has_room and self._leases.valid:
                         # The server reads on while this process builds.
-                        ahead = asyncio.create_task(self._read(reader))
+                        ahead = asyncio.create_task(self._read(reader, set()))
                         await asyncio.sleep(0)
                     if page.rows:
                         failpoints.hit("R1")
                         poll = self._settings.first_poll_seconds
+                        busy = len(page.rows) >= _LIKELY_MORE_ROWS
                         await self._build(checking, page)
                     if page.more:
                         continue
-                    thick = 1 if len(page.rows) >= _LIKELY_MORE_ROWS else thick - 1
+                    thick = 1 if busy and page.rows else thick - 1
                     if thick < 0:
-                        await wait_for(self._wakeup, poll)
+                        await self._calls.wait(poll)
                         poll = min(2 * poll, self._settings.poll_seconds)
                     await self._keep_pace(now)
             finally:
@@ -182,13 +188,18 @@ class Publisher:
         if rest > 0 and not self._stopping.is_set():
             await asyncio.sleep(rest)
 
-    async def _read(self, reader: LogReader) -> _Read:
-        """Read what follows in every bucket.
+    async def _read(self, reader: LogReader, called_for: Collection[int]) -> _Read:
+        """Read what follows in the buckets that were called for, or in every one.
 
         How far is noted on the bucket itself: when it changes hands before its rows are built, the one that takes its
         place begins at its own cursor.
         """
-        buckets = self._in_turn()
+        if called_for:
+            buckets = {n: self._buckets[n] for n in called_for if n in self._buckets and n not in self._giving_back}
+            if not buckets:
+                return _Read((), {}, {}, more=False)
+        else:
+            buckets = self._in_turn()
         page = self._page()
         rows = await reader.read({number: bucket.read_up_to for number, bucket in buckets.items()}, page)
         last_positions = {row[0]: row[1] for row in rows}
@@ -221,6 +232,7 @@ class Publisher:
             rows=2 * self._settings.rows_per_read,
             rows_per_bucket=max(self._settings.least_rows_per_bucket, self._settings.rows_per_read // readers),
             bytes_per_bucket=self._settings.bytes_per_read // max(1, len(self._buckets)),
+            small_bytes=self._settings.bytes_per_read // (2 * self._settings.rows_per_read),
         )
 
     async def _follow_leases(self, connection: AsyncConnection) -> None:
@@ -359,10 +371,10 @@ class Publisher:
             self._released_to_settle += batch.released
             self._progress.set()
         if not had_room:
-            self._wakeup.set()
+            self._calls.call()
 
     def _wake_all(self) -> None:
-        self._wakeup.set()
+        self._calls.call()
         self._progress.set()
 
     async def _record_progress(self) -> None:

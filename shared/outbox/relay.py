@@ -6,7 +6,6 @@ A broker outage is not a message's fault: nothing is counted against it, parked 
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 
 import asyncpg
@@ -20,6 +19,7 @@ from shared.kafka.producer import IdempotentProducer
 from shared.kafka.settings import KafkaSettings
 from shared.lifecycle import READY, BackgroundService, Readiness, State, describe
 from shared.outbox.backlog import refusal
+from shared.outbox.calls import Calls
 from shared.outbox.gate import RefusedBatch
 from shared.outbox.leases import BucketLeases
 from shared.outbox.log import OutboxLog
@@ -59,10 +59,10 @@ class LeaseKeeper(BackgroundService):
 
     name = "relay-leases"
 
-    def __init__(self, leases: BucketLeases, wakeup: asyncio.Event) -> None:
+    def __init__(self, leases: BucketLeases, calls: Calls) -> None:
         super().__init__()
         self._leases = leases
-        self._wakeup = wakeup
+        self._calls = calls
 
     def ready(self) -> Readiness:
         told = super().ready()
@@ -81,7 +81,7 @@ class LeaseKeeper(BackgroundService):
             if gained:
                 log.info("relay.leases_gained", buckets=len(gained), held=len(self._leases.held))
             if gained or lost or self._leases.surplus():
-                self._wakeup.set()
+                self._calls.call()
             LEASES.set(len(self._leases.held))
             self.readiness = READY
             self.backoff.reset()
@@ -98,7 +98,7 @@ class Relay(BackgroundService):
         database: Database,
         kafka: KafkaSettings,
         leases: BucketLeases,
-        wakeup: asyncio.Event,
+        calls: Calls,
         settings: RelaySettings,
     ) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Relay(BackgroundService):
         self._database = database
         self._kafka = kafka
         self._leases = leases
-        self._wakeup = wakeup
+        self._calls = calls
         self._settings = settings
         self._suspects = Suspects()
         self._failing = False
@@ -115,7 +115,7 @@ class Relay(BackgroundService):
 
     def wake(self) -> None:
         """Look for new events now."""
-        self._wakeup.set()
+        self._calls.call()
 
     async def run(self) -> None:
         """Publish until stopping, with a new producer after each failure."""
@@ -172,7 +172,7 @@ class Relay(BackgroundService):
                 partitions=partitions,
                 settings=self._settings.publishing,
                 stopping=self.stopping,
-                wakeup=self._wakeup,
+                calls=self._calls,
                 suspects=self._suspects,
                 on_healthy=self._healthy,
             ).run()

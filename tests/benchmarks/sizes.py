@@ -17,7 +17,7 @@ class Sizes:
     rates_per_second: tuple[int, ...] = (200, 1000)
     window_seconds: float = 10.0
     warm_up_seconds: float = 2.0
-    hold_warm_up_seconds: float = 20.0
+    hold_warm_up_seconds: float = 60.0
     hold_seconds: float = 60.0
     idle_seconds: float = 20.0
     writers_seconds: float = 5.0

@@ -16,8 +16,11 @@ from sqlalchemy import text
 
 from chargeonce.stack import KafkaBroker
 from shared.errors import KafkaFailure
+from shared.identifiers import new_event_id
 from shared.kafka.producer import IdempotentProducer, RecordBatch
 from shared.kafka.topics import TopicSpec
+from shared.outbox.append import bucket_of
+from shared.outbox.calls import Calls
 from shared.outbox.leases import BucketLeases, Lease
 from shared.outbox.log import OutboxLog, Page
 from shared.outbox.parked_events import discard, release_key_of
@@ -109,7 +112,7 @@ class Publishing:
     ) -> None:
         self.leases = BucketLeases(outbox.database, lease_seconds=10)
         self.stopping = asyncio.Event()
-        self.wakeup = asyncio.Event()
+        self.calls = Calls()
         self.healthy = asyncio.Event()
         producer: IdempotentProducer = broker  # type: ignore[assignment]  # the methods that a publisher uses
         self.publisher = Publisher(
@@ -119,7 +122,7 @@ class Publishing:
             partitions=partitions,
             settings=settings,
             stopping=self.stopping,
-            wakeup=self.wakeup,
+            calls=self.calls,
             on_healthy=self.healthy.set,
         )
 
@@ -129,7 +132,7 @@ class Publishing:
 
     async def stop(self, running: asyncio.Task[None]) -> None:
         self.stopping.set()
-        self.wakeup.set()
+        self.calls.call()
         await running
 
 
@@ -209,7 +212,7 @@ async def test_f12_f13_what_is_discarded_while_the_rest_of_its_key_is_released_i
     assert await release_key_of(outbox.database, second.event_id, "ada", "outbox_event", dry_run=False) == 1
     await until(lambda: broker.handed_over and not publishing.publisher._aside.blocked)
     publishing.publisher._settings = replace(settings, max_buffered_bytes=1_000_000)
-    publishing.wakeup.set()
+    publishing.calls.call()
     await outbox.drained()
     await publishing.stop(running)
     sent = [value for batch in broker.handed_over for _, value in batch.records]
@@ -330,7 +333,7 @@ async def test_stopping_waits_for_what_is_with_the_client_and_records_it(outbox:
     running = await publishing.start()
     await until(lambda: len(broker.handed_over) == 1)
     publishing.stopping.set()
-    publishing.wakeup.set()
+    publishing.calls.call()
     let_through.set()
     await running
     assert len(broker.handed_over) == 1, "the batches behind it stay for the next producer"
@@ -357,7 +360,7 @@ async def test_f8_a_burst_into_an_empty_analysed_log_is_read_by_index(outbox: Ou
         async with log.connect() as connection, log.reader() as reader:
             await connection.exec_driver_sql("ANALYZE outbox_event")
             for _ in range(8):  # long enough for the server to keep a generic plan
-                assert not await reader.read(dict.fromkeys(range(96), 0), Page(9600, 50, 10**6))
+                assert not await reader.read(dict.fromkeys(range(96), 0), Page(9600, 50, 10**6, 1000))
             await connection.exec_driver_sql(
                 "INSERT INTO outbox_event (event_id, bucket, topic, key, event_type, payload) "
                 "SELECT gen_random_uuid(), n % 96, 't', 'k', 'e', repeat('x', 300)::bytea "
@@ -373,11 +376,51 @@ async def test_f8_a_burst_into_an_empty_analysed_log_is_read_by_index(outbox: Ou
             await connection.exec_driver_sql("SELECT pg_stat_force_next_flush()")
             before = (await connection.exec_driver_sql(scans)).scalar_one()
             for _ in range(3):
-                assert not await reader.read(cursors, Page(9600, 50, 10**6))
+                assert not await reader.read(cursors, Page(9600, 50, 10**6, 1000))
             await connection.exec_driver_sql("SELECT pg_stat_force_next_flush()")
             assert (await connection.exec_driver_sql(scans)).scalar_one() == before
     finally:
         await relay.close()
+
+
+async def test_large_events_are_bounded_in_bytes_and_small_ones_are_not_summed(outbox: OutboxUnderTest) -> None:
+    large, small = outbox.event("order-1", 0, payload=b"x" * 3000), outbox.event("order-2", 0)
+    log = OutboxLog(outbox.database)
+    everything = dict.fromkeys(range(96), 0)
+    page = Page(rows=1000, rows_per_bucket=100, bytes_per_bucket=7000, small_bytes=2000)
+    async with log.reader() as reader:
+        await outbox.publish(small)
+        assert [row[6] for row in await reader.read(everything, page)] == [small.payload]
+        await outbox.publish(*(replace(large, event_id=new_event_id()) for _ in range(5)))
+        for _ in range(2):  # found out, and known
+            read = await reader.read(everything, page)
+            assert sorted(len(row[6]) for row in read) == [len(small.payload), 3000, 3000, 3000]
+        cursors = dict(everything)
+        sizes = []
+        while read := await reader.read(cursors, page):
+            cursors |= {row[0]: row[1] for row in read}
+            sizes += [len(row[6]) for row in read]
+        assert sorted(sizes) == [len(small.payload), *[3000] * 5]
+
+
+async def test_called_for_a_bucket_the_publisher_reads_it_and_soon_all_others(outbox: OutboxUnderTest) -> None:
+    """A call is a hint: an event that nobody called for does not wait for the calls to end."""
+    broker = Broker(lambda _: True)
+    settings = PublisherSettings(poll_seconds=60, first_poll_seconds=60, sweep_seconds=0.05)
+    publishing = Publishing(outbox, broker, {outbox.topic: 4}, settings)
+    running = await publishing.start()
+    called, silent = outbox.event("order-1", 0), outbox.event("order-2", 0)
+    await outbox.publish(silent, called)
+
+    def sent() -> set[bytes]:
+        return {value for batch in broker.handed_over for _, value in batch.records}
+
+    async with asyncio.timeout(10):
+        while sent() != {called.payload, silent.payload}:
+            publishing.calls.hear(str(bucket_of(called.key)))
+            await asyncio.sleep(0.005)
+    await outbox.drained()
+    await publishing.stop(running)
 
 
 def test_batches_are_what_the_kit_sends() -> None:

@@ -182,7 +182,7 @@ async def test_f2_events_of_one_aggregate_have_the_order_of_the_commits_that_loc
 
 async def test_a_rolled_back_unit_of_work_publishes_nothing_and_signals_nobody(outbox: OutboxUnderTest) -> None:
     signals: list[None] = []
-    outbox.units._writer.signal = lambda: signals.append(None)  # type: ignore[union-attr]
+    outbox.units._writer.signal = lambda _: signals.append(None)  # type: ignore[union-attr]
 
     async def publish_and_fail() -> None:
         async with outbox.units.begin() as work:

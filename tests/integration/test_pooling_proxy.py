@@ -133,7 +133,7 @@ async def test_f10_a_listener_behind_the_proxy_is_deaf_says_so_and_polling_finds
         await give_settings_to_the_role(database_url)
         async with pooling_proxy(database_url, ignored=IGNORED, size=6) as proxy:
             plain = proxy.url.replace("+asyncpg", "")
-            listener = Listener(plain, {"deaf": lambda: None}, call_deadline_seconds=0.3)
+            listener = Listener(plain, {"deaf": lambda _: None}, call_deadline_seconds=0.3)
             async with running([listener]):
                 await until(lambda: listener.ready().state is State.DEGRADED)
                 assert not listener.connected

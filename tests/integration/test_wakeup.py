@@ -80,7 +80,7 @@ async def line_to(url: str) -> AsyncIterator[tuple[Line, str]]:
 async def test_f9_many_signals_at_once_are_few_notifications(database_url: str) -> None:
     heard: list[None] = []
     notifier = Notifier(plain(database_url), "channel", coalesce_seconds=0.05)
-    listener = Listener(plain(database_url), {"channel": lambda: heard.append(None)})
+    listener = Listener(plain(database_url), {"channel": lambda _: heard.append(None)})
     async with running([notifier, listener]):
         await until(lambda: listener.connected and notifier.ready().state is State.READY)
         swept = len(heard)
@@ -96,7 +96,7 @@ async def test_f9_calls_get_rarer_under_a_steady_load_and_the_last_signal_is_sti
     heard: list[float] = []
     clock = asyncio.get_running_loop().time
     notifier = Notifier(plain(database_url), "channel", coalesce_seconds=0.02)
-    listener = Listener(plain(database_url), {"channel": lambda: heard.append(clock())})
+    listener = Listener(plain(database_url), {"channel": lambda _: heard.append(clock())})
     async with running([notifier, listener]):
         await until(lambda: listener.connected and notifier.ready().state is State.READY)
         swept, began = len(heard), clock()
@@ -113,10 +113,25 @@ async def test_f9_calls_get_rarer_under_a_steady_load_and_the_last_signal_is_sti
         await until(lambda: len(heard) > quiet)
 
 
+async def test_a_call_says_where_when_all_of_its_signals_did(database_url: str) -> None:
+    heard: list[str] = []
+    notifier = Notifier(plain(database_url), "where", 0.01, lambda where: ",".join(map(str, sorted(where))))
+    listener = Listener(plain(database_url), {"where": heard.append})
+    async with running([notifier, listener]):
+        await until(lambda: listener.connected and notifier.ready().state is State.READY)
+        assert heard == [""], "who just connected may have missed anything"
+        for signals, text in (([(3,), (7, 3)], "3,7"), ([(3,), ()], ""), ([(95,)], "95")):
+            heard.clear()
+            for where in signals:
+                notifier.signal(where)
+            await until(lambda: heard)
+            assert heard == [text]
+
+
 async def test_f10_a_listener_whose_connection_is_cut_sweeps_and_hears_again(database_url: str) -> None:
     heard: list[None] = []
     notifier = Notifier(plain(database_url), "channel")
-    listener = Listener(plain(database_url), {"channel": lambda: heard.append(None)}, ping_seconds=0.1)
+    listener = Listener(plain(database_url), {"channel": lambda _: heard.append(None)}, ping_seconds=0.1)
     async with running([notifier, listener]):
         await until(lambda: listener.connected)
         assert gauge("channel") == 1
@@ -143,7 +158,7 @@ async def test_f10_a_listener_whose_peer_died_silently_finds_out_by_its_ping_and
     heard: list[None] = []
     states: list[float | None] = []
     async with line_to(database_url) as (line, url):
-        listener = Listener(url, {"silent": lambda: heard.append(None)}, ping_seconds=0.1, call_deadline_seconds=0.5)
+        listener = Listener(url, {"silent": lambda _: heard.append(None)}, ping_seconds=0.1, call_deadline_seconds=0.5)
         async with running([listener]):
             await until(lambda: listener.connected)
             line.go_dead()
@@ -175,7 +190,7 @@ def test_f10_a_process_that_listens_to_nothing_says_nothing_of_listening() -> No
 
 async def test_f10_nothing_is_raised_while_the_database_is_away() -> None:
     notifier = Notifier("postgresql://127.0.0.1:1/x", "channel")
-    listener = Listener("postgresql://127.0.0.1:1/x", {"channel": lambda: None})
+    listener = Listener("postgresql://127.0.0.1:1/x", {"channel": lambda _: None})
     async with running([notifier, listener]):
         notifier.signal()
         await until(lambda: listener.ready().state is State.DEGRADED)

@@ -15,6 +15,7 @@ from sqlalchemy import text
 from shared.errors import is_transient
 from shared.identifiers import new_event_id
 from shared.outbox.append import EventWriter, OutgoingEvent, bucket_of
+from shared.outbox.calls import call_for
 from shared.outbox.tables import BUCKETS
 from shared.unit_of_work import UnitsOfWork
 from shared.wakeup import Notifier
@@ -56,7 +57,7 @@ class Load:
         self._outbox = outbox
         self._keys = keys
         self._pause_seconds = 3.0 * _WRITERS / events_per_second
-        self._notifier = Notifier(outbox.dsn, "outbox_event")
+        self._notifier = Notifier(outbox.dsn, "outbox_event", text_of=call_for)
         self._units = UnitsOfWork(outbox.database, EventWriter(self._notifier.signal))
         self._numbers = dict.fromkeys(keys, 0)
         self._stopping = asyncio.Event()

@@ -15,6 +15,7 @@ from order_service.settings import OrderServiceSettings
 from shared.database import Database
 from shared.identifiers import new_event_id
 from shared.outbox.append import EventWriter
+from shared.outbox.calls import call_for
 from shared.settings import OUTBOX_CHANNEL
 from shared.unit_of_work import UnitsOfWork
 from shared.wakeup import Notifier
@@ -31,7 +32,7 @@ async def main(
     async with AsyncExitStack() as stack:
         database = Database(configured.database("benchmark", pool_size=connections))
         stack.push_async_callback(database.close)
-        notifier = Notifier(configured.listen_dsn, OUTBOX_CHANNEL)
+        notifier = Notifier(configured.listen_dsn, OUTBOX_CHANNEL, text_of=call_for)
         if publish:
             await notifier.start()
             stack.push_async_callback(notifier.stop)

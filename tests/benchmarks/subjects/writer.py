@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AsyncExitStack
 
 import asyncpg
 
 from shared.identifiers import new_event_id
+from shared.outbox.calls import call_for
 from shared.settings import OUTBOX_CHANNEL
 from shared.wakeup import Notifier
 from tests.benchmarks.events import BUCKET_OF, EVENT_TYPE, Event, events
@@ -38,9 +39,9 @@ async def main(dsn: str, topic: str, naive: bool, rate_per_second: float, second
         connections = [await asyncpg.connect(dsn) for _ in range(_CONNECTIONS)]
         for connection in connections:
             stack.push_async_callback(connection.close)
-        signal: Callable[[], None] = lambda: None  # noqa: E731
+        signal: Callable[[Collection[int]], None] = lambda _: None  # noqa: E731
         if not naive:
-            notifier = Notifier(dsn, OUTBOX_CHANNEL)
+            notifier = Notifier(dsn, OUTBOX_CHANNEL, text_of=call_for)
             await notifier.start()
             stack.push_async_callback(notifier.stop)
             signal = notifier.signal
@@ -51,13 +52,13 @@ async def main(dsn: str, topic: str, naive: bool, rate_per_second: float, second
                 await asyncio.sleep(at - time.monotonic())
                 # A new id, as the product makes it; its payload does not matter here.
                 event_id = new_event_id()
+                bucket = BUCKET_OF[event.key]
                 if naive:
                     await insert.fetch(event_id, EVENT_TYPE, event.key, event.payload)
                 else:
-                    bucket = BUCKET_OF[event.key]
                     await insert.fetch(event_id, bucket, topic, event.key, EVENT_TYPE, event.payload)
                 committed[str(event_id)] = time.monotonic()
-                signal()
+                signal((bucket,))
 
         writing: list[asyncio.Task[None]] = []
 
