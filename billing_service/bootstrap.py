@@ -19,6 +19,7 @@ from billing_service.repository import CLAIM_PLANNING
 from billing_service.settings import ROLES, BillingServiceSettings
 from shared.database import Database
 from shared.inbox.consumer import InboxConsumer
+from shared.inbox.retrying import DeadLetterRetrier
 from shared.inbox.upkeep import InboxUpkeep
 from shared.lifecycle import Service
 from shared.outbox.append import EventWriter
@@ -70,14 +71,12 @@ def _consumer(settings: BillingServiceSettings, database: Database, upkeep_pool:
     """Order events become charges; the executor is woken after each commit."""
     notifier = Notifier(settings.listen_dsn, CHARGE_CHANNEL)
     notifier.name = "charge-notifier"
+    units, handler = UnitsOfWork(database), OrderConfirmedHandler(notifier.signal)
     consumer = InboxConsumer(
-        settings=settings.inbox(),
-        kafka=settings.kafka("consumer"),
-        database=database,
-        units=UnitsOfWork(database),
-        handler=OrderConfirmedHandler(notifier.signal),
+        settings=settings.inbox(), kafka=settings.kafka("consumer"), database=database, units=units, handler=handler
     )
-    return [notifier, consumer, InboxUpkeep(upkeep_pool, window_days=settings.dedup_window_days)]
+    retrier = DeadLetterRetrier(group=settings.consumer_group, units=units, handler=handler)
+    return [notifier, consumer, retrier, InboxUpkeep(upkeep_pool, window_days=settings.dedup_window_days)]
 
 
 def executor_database(settings: BillingServiceSettings) -> Database:

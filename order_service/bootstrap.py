@@ -12,6 +12,7 @@ from order_service.handlers import PaymentHandler
 from order_service.settings import ROLES, OrderServiceSettings
 from shared.database import Database
 from shared.inbox.consumer import InboxConsumer
+from shared.inbox.retrying import DeadLetterRetrier
 from shared.inbox.upkeep import InboxUpkeep
 from shared.lifecycle import Service
 from shared.outbox.admission import Admission, BacklogLimits
@@ -63,11 +64,9 @@ def build(settings: OrderServiceSettings, roles: Collection[str] = ROLES) -> Fas
 
 def _consumer(settings: OrderServiceSettings, database: Database, upkeep_pool: Database) -> list[Service]:
     """Results of payments become the orders' payment status."""
+    units, handler = UnitsOfWork(database), PaymentHandler()
     consumer = InboxConsumer(
-        settings=settings.inbox(),
-        kafka=settings.kafka("consumer"),
-        database=database,
-        units=UnitsOfWork(database),
-        handler=PaymentHandler(),
+        settings=settings.inbox(), kafka=settings.kafka("consumer"), database=database, units=units, handler=handler
     )
-    return [consumer, InboxUpkeep(upkeep_pool, window_days=settings.dedup_window_days)]
+    retrier = DeadLetterRetrier(group=settings.consumer_group, units=units, handler=handler)
+    return [consumer, retrier, InboxUpkeep(upkeep_pool, window_days=settings.dedup_window_days)]

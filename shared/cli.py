@@ -22,6 +22,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_aft
 from shared import failpoints, telemetry
 from shared.database import Database, DatabaseSettings
 from shared.errors import Refused, ServiceError, Unavailable, is_transient
+from shared.inbox.commands import dead_letters_app
 from shared.inbox.upkeep import ensure_partitions
 from shared.kafka.settings import KafkaSettings
 from shared.kafka.topics import TopicSpec, ensure_topics
@@ -98,6 +99,10 @@ def service_app(
     outbox.add_typer(parked, name="parked")
     add_republish(outbox, lambda work: _operate(settings_class, work, limit_seconds=_READING_SECONDS))
     app.add_typer(outbox, name="outbox")
+    letters = dead_letters_app(
+        lambda work: _operate(settings_class, lambda database, settings: work(database, settings.consumer_group))
+    )
+    app.add_typer(letters, name="dead-letters")
     return app
 
 

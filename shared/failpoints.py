@@ -23,6 +23,7 @@ POINTS = {
     "B3": "charges inserted",
     "B4": "batch committed, offsets not",
     "B5": "offsets committed",
+    "L1": "dead letter handled after all, not committed",
     "C1": "charge claimed",
     "C2": "request sent",
     "C3": "provider answered, not recorded",

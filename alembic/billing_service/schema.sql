@@ -97,9 +97,17 @@ CREATE TABLE public.dead_letter (
     last_failed_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
     next_attempt_at timestamp with time zone,
     status text DEFAULT 'open'::text NOT NULL,
+    blocks boolean DEFAULT false NOT NULL,
+    retrying boolean DEFAULT false NOT NULL,
+    decided_at timestamp with time zone,
+    decided_by text,
+    decision_reason text,
+    settled_at timestamp with time zone,
     CONSTRAINT ck_dead_letter_status CHECK ((status = ANY (ARRAY['open'::text, 'resolved'::text, 'discarded'::text])))
 );
 COMMENT ON COLUMN public.dead_letter.headers IS '[name, base64 or null] pairs, in order';
+COMMENT ON COLUMN public.dead_letter.blocks IS 'a valid event that failed: later events of its key and topic wait behind it';
+COMMENT ON COLUMN public.dead_letter.retrying IS 'a retry began; if it is still so when the next one is due, the first did not live to its end';
 ALTER TABLE public.dead_letter ALTER COLUMN letter_id ADD GENERATED ALWAYS AS IDENTITY (
     SEQUENCE NAME public.dead_letter_letter_id_seq
     START WITH 1
@@ -251,6 +259,8 @@ ALTER TABLE ONLY public.outbox_parked
 CREATE INDEX ix_charge_due ON public.charge USING btree (next_attempt_at) WHERE (state = 'requested'::text);
 CREATE INDEX ix_charge_state_order_id ON public.charge USING btree (state, order_id) WHERE (state <> 'captured'::text);
 CREATE INDEX ix_charge_unfinished ON public.charge USING btree (state, requested_at) WHERE (state = ANY (ARRAY['requested'::text, 'needs_review'::text, 'refund_requested'::text]));
+CREATE INDEX ix_dead_letter_blocking ON public.dead_letter USING btree (consumer_group, source_topic, sha256(key)) WHERE (blocks AND (status = 'open'::text));
+CREATE INDEX ix_dead_letter_due ON public.dead_letter USING btree (consumer_group, next_attempt_at) WHERE ((status = 'open'::text) AND (next_attempt_at IS NOT NULL));
 CREATE INDEX ix_dead_letter_state ON public.dead_letter USING btree (consumer_group, status, reason);
 CREATE INDEX ix_outbox_parked_waiting ON public.outbox_parked USING btree (bucket, "position") WHERE (settled_at IS NULL);
 CREATE INDEX ix_processed_event_processed_at ON ONLY public.processed_event USING btree (processed_at);

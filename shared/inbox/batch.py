@@ -54,6 +54,7 @@ class Unreadable:
     """A record that the handler cannot read, and the event id where its payload states one.
 
     `failure` is what reading it raised, where that was no rejection: perhaps our code, and not the record, is at fault.
+    `blocks` is for a valid event whose handling failed: later ones of its key wait behind it.
     """
 
     record: ConsumedRecord
@@ -61,6 +62,7 @@ class Unreadable:
     rejection: MessageRejected
     digest: bytes
     failure: Exception | None = None
+    blocks: bool = False
 
 
 Received = Readable[M_co] | Unreadable
@@ -150,7 +152,8 @@ class BatchSettler(Generic[M]):
         rejection = (
             error if isinstance(error, MessageRejected) else MessageRejected(HANDLER_FAILED, failure_text(error))
         )
-        dead = Unreadable(received.record, received.event_id, rejection, received.digest)
+        blocks = isinstance(received, Readable) and rejection.reason == HANDLER_FAILED
+        dead = Unreadable(received.record, received.event_id, rejection, received.digest, blocks=blocks)
         try:
             return await self._settle([dead])
         except Exception as refusal:
@@ -173,13 +176,15 @@ class BatchSettler(Generic[M]):
     ) -> Settled:
         session = work.session
         sorting = _Sorting[M](permanent_key=self._handler.has_permanent_key)
-        sorting.sort(batch, *await _window(session))
+        floor, ceiling, some_block = await window(session, self._group)
+        sorting.sort(batch, floor, ceiling)
+        blocked = await self._blocked_keys(session, batch) if some_block else set()
         fresh = await self._insert_marks(session, sorting.marks)
         if len(fresh) < len(sorting.marks):
             await self._classify_known(session, sorting, fresh)
         failpoints.hit("B2")
         new = [received for received in sorting.marks.values() if received.event_id in fresh]
-        rejected = await self._handle(work, sorting, new)
+        rejected = await self._handle(work, sorting, new, blocked)
         failpoints.hit("B3")
         await self._flip_marks(session, rejected)
         settled = sorting.settled
@@ -223,16 +228,44 @@ class BatchSettler(Generic[M]):
                 raise Unavailable("a dedup partition was dropped under this batch")
             sorting.repeated(received, digests[event_id])
 
-    async def _handle(self, work: UnitOfWork, sorting: _Sorting[M], new: Iterable[Received[M]]) -> list[UUID]:
-        """Give new events to the handler, count its results, and return the ids that it rejected."""
+    async def _blocked_keys(self, session: AsyncSession, batch: Sequence[Received[M]]) -> set[tuple[str, bytes | None]]:
+        """Return topics and keys of which an earlier event failed, so that new ones have to wait behind it.
+
+        Under the group's lock, which who settles such a letter holds alone: it sees all that wait behind it, and what
+        finds the key free comes after it.
+        """
+        await session.execute(_SHARE_LETTERS, {"name": letters_lock(self._group)})
+        places = {(received.record.topic, received.record.key) for received in batch if received.record.key is not None}
+        rows = await session.execute(
+            _BLOCKED,
+            {
+                "group": self._group,
+                "topics": [topic for topic, _ in places],
+                "keys": [key for _, key in places],
+            },
+        )
+        return {(topic, bytes(key)) for topic, key in rows}
+
+    async def _handle(
+        self,
+        work: UnitOfWork,
+        sorting: _Sorting[M],
+        new: Iterable[Received[M]],
+        blocked: set[tuple[str, bytes | None]],
+    ) -> list[UUID]:
+        """Give new events to the handler, count its results, and return the ids that are dead letters instead."""
         settled = sorting.settled
         readable = {received.event_id: received for received in new if isinstance(received, Readable)}
         for received in new:
             if isinstance(received, Unreadable):
-                sorting.letters.append(Letter.rejected(received.record, received.event_id, received.rejection))
+                sorting.letters.append(_letter(received))
         chosen = {**readable, **sorting.unmarked}
+        behind = [id_ for id_, event in chosen.items() if (event.record.topic, event.record.key) in blocked]
+        for event_id in behind:
+            sorting.letters.append(Letter.behind(chosen.pop(event_id).record, event_id))
+        held_up = [event_id for event_id in behind if event_id in readable]
         if not chosen:
-            return []
+            return held_up
         events = [Incoming(event_id, chosen[event_id].message, chosen[event_id].record) for event_id in sorted(chosen)]
         rejections = await self._handler.handle(work, events)
         for event in events:
@@ -243,7 +276,7 @@ class BatchSettler(Generic[M]):
                 settled.handled += 1
             else:
                 settled.outside_window += 1
-        return sorted(readable.keys() & rejections.keys())
+        return sorted({*held_up, *(readable.keys() & rejections.keys())})
 
     async def _flip_marks(self, session: AsyncSession, event_ids: Sequence[UUID]) -> None:
         if event_ids:
@@ -282,7 +315,7 @@ class _Sorting(Generic[M]):
                 if first is not received:
                     self.repeated(received, first.digest)
             elif isinstance(received, Unreadable):
-                self.letters.append(Letter.rejected(received.record, event_id, received.rejection))
+                self.letters.append(_letter(received))
             elif received.event_id >= ceiling:
                 self._reject(received, "event_id_in_future", "the event id's time is more than a day ahead")
             elif not self._permanent_key:
@@ -328,18 +361,42 @@ class _Deadline:
         driver_connection.terminate()
 
 
-async def _window(session: AsyncSession) -> tuple[UUID, UUID]:
-    """Return the lowest event id that may have a mark, and the lowest that is too far in the future."""
-    floor, now = (await session.execute(_WINDOW)).one()
+async def window(session: AsyncSession, group: str) -> tuple[UUID, UUID, bool]:
+    """Return the lowest event id that may have a mark, the lowest that is too far in the future, and whether letters
+    of the group block keys."""
+    floor, now, some_block = (await session.execute(_WINDOW, {"group": group})).one()
     moment: datetime = now
-    return UUID(str(floor)), lowest_id_at(moment + FUTURE_TOLERANCE)
+    return UUID(str(floor)), lowest_id_at(moment + FUTURE_TOLERANCE), bool(some_block)
+
+
+def letters_lock(group: str) -> str:
+    """Return the name of the lock between batches and who settles letters that block a key."""
+    return f"dead letters of {group}"
+
+
+def _letter(received: Unreadable) -> Letter:
+    rejection = received.rejection
+    return Letter(received.record, received.event_id, rejection.reason, rejection.detail, received.blocks)
 
 
 def _place(record: ConsumedRecord) -> dict[str, object]:
     return {"topic": record.topic, "partition": record.partition, "offset": record.offset}
 
 
-_WINDOW = text("SELECT event_id, clock_timestamp() FROM dedup_floor")
+_WINDOW = text("""
+    SELECT event_id, clock_timestamp(),
+           EXISTS (SELECT FROM dead_letter WHERE consumer_group = :group AND blocks AND status = 'open')
+    FROM dedup_floor
+""")
+
+_SHARE_LETTERS = text("SELECT pg_advisory_xact_lock_shared(hashtextextended(:name, 0))")
+
+_BLOCKED = text("""
+    SELECT DISTINCT p.topic, p.key
+    FROM unnest(CAST(:topics AS text[]), CAST(:keys AS bytea[])) AS p (topic, key)
+    JOIN dead_letter d ON d.consumer_group = :group AND d.source_topic = p.topic AND sha256(d.key) = sha256(p.key)
+                          AND d.blocks AND d.status = 'open'
+""")
 
 _INSERT_MARKS = text("""
     INSERT INTO processed_event (event_id, consumer_group, payload_digest, outcome)

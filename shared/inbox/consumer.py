@@ -255,8 +255,9 @@ class InboxConsumer(BackgroundService, Generic[M]):
         """Settle the batch in one transaction; if one of its events fails it, in halves until that event is alone.
 
         Parts are settled in the order of the log, so progress is always a prefix of each partition. An event that
-        failed alone, and what is settled behind it, is held until the handler took another event of the batch. Between
-        parts a rebalance or a stop ends the batch early: the rest is read again by whoever owns it then.
+        failed alone, and what is settled behind it, is held until the handler took another event of the batch; later
+        events of its key wait for that verdict too. Between parts a rebalance or a stop ends the batch early: the rest
+        is read again by whoever owns it then.
         """
         parts: list[Sequence[Received[M]]] = [await self._receive(fetched.records)]
         held: list[_Held] = []
@@ -264,8 +265,9 @@ class InboxConsumer(BackgroundService, Generic[M]):
         try:
             while parts:
                 part = parts.pop()
-                outcome = await self._outcome(part)
-                if isinstance(outcome, Exception) and len(part) > 1:
+                waits = _has_key_of(part, held)
+                outcome = None if waits else await self._outcome(part)
+                if (waits or isinstance(outcome, Exception)) and len(part) > 1:
                     middle = len(part) // 2
                     parts += [part[middle:], part[:middle]]
                 else:
@@ -294,7 +296,7 @@ class InboxConsumer(BackgroundService, Generic[M]):
         """
         while held:
             part, outcome = held[0]
-            if try_again and _failures(held[:1]):
+            if outcome is None or (try_again and _failures(held[:1])):
                 outcome = await self._outcome(part)
             settled = outcome if isinstance(outcome, Settled) else await self._bury(part[0], outcome)
             progress.add(part, settled)
@@ -409,8 +411,8 @@ class InboxConsumer(BackgroundService, Generic[M]):
         )
 
 
-_Held = tuple[Sequence[Received[Any]], Settled | Exception]
-"""A part of a batch that waits to become progress, and what became of it."""
+_Held = tuple[Sequence[Received[Any]], Settled | Exception | None]
+"""A part of a batch that waits to become progress, and what became of it: None while it waits behind a failed one."""
 
 
 def _failures(held: Sequence[_Held]) -> list[tuple[ConsumedRecord, Exception]]:
@@ -420,6 +422,12 @@ def _failures(held: Sequence[_Held]) -> list[tuple[ConsumedRecord, Exception]]:
         for part, outcome in held
         if isinstance(outcome, Exception) and not isinstance(outcome, MessageRejected)
     ]
+
+
+def _has_key_of(part: Sequence[Received[Any]], held: Sequence[_Held]) -> bool:
+    """Tell whether a part has an event whose key is that of one that failed: it must not take effect before it."""
+    failed = {(record.topic, record.key) for record, _ in _failures(held) if record.key is not None}
+    return bool(failed) and any((received.record.topic, received.record.key) in failed for received in part)
 
 
 class _Progress:

@@ -21,33 +21,51 @@ from shared.kafka.records import ConsumedRecord
 HANDLER_FAILED = "handler_failed"
 """The handler raised on this event when it was alone: a bug, or data that the handler does not expect."""
 
+BEHIND = "behind_dead_letter"
+"""An earlier event of the same key and topic failed, so this one waits behind its letter. It was never tried."""
+
+RETRY_AFTER_SECONDS = (60, 300, 1800, 7200)
+"""When a valid event that failed is tried again by itself; then it waits for a person."""
+
 _ERROR_CHARACTERS = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Letter:
-    """A record that is put aside, the event id it stands for where one is known, and why."""
+    """A record that is put aside, the event id it stands for where one is known, and why.
+
+    `blocks` is for valid events that failed: later ones of their key wait behind them. What is wrong for good, or a
+    verdict that a person must see, holds up nobody.
+    """
 
     record: ConsumedRecord
     event_id: UUID | None
     reason: str
     error: str
+    blocks: bool = False
 
     @classmethod
     def rejected(cls, record: ConsumedRecord, event_id: UUID | None, rejection: MessageRejected) -> Letter:
         """Return the letter of a record that was rejected."""
         return cls(record, event_id, rejection.reason, rejection.detail)
 
+    @classmethod
+    def behind(cls, record: ConsumedRecord, event_id: UUID) -> Letter:
+        """Return the letter of a valid event that has to wait behind another letter of its key."""
+        return cls(record, event_id, BEHIND, "waits behind an earlier event of its key that failed", blocks=True)
+
 
 _INSERT = text("""
     INSERT INTO dead_letter (consumer_group, source_topic, source_partition, source_offset, key, event_id, headers,
-                             payload, reason, error)
+                             payload, reason, error, blocks, attempts, next_attempt_at)
     SELECT :group, l.topic, l.partition, l.record_offset, l.key, l.event_id, CAST(l.headers AS jsonb),
-           l.payload, l.reason, l.error
+           l.payload, l.reason, l.error, l.blocks, CASE WHEN l.reason = :behind THEN 0 ELSE 1 END,
+           CASE WHEN l.blocks AND l.reason <> :behind THEN clock_timestamp() + make_interval(secs => :retry_after) END
     FROM unnest(CAST(:topics AS text[]), CAST(:partitions AS integer[]), CAST(:offsets AS bigint[]),
                 CAST(:keys AS bytea[]), CAST(:event_ids AS uuid[]), CAST(:headers AS text[]),
-                CAST(:payloads AS bytea[]), CAST(:reasons AS text[]), CAST(:errors AS text[]))
-         AS l (topic, partition, record_offset, key, event_id, headers, payload, reason, error)
+                CAST(:payloads AS bytea[]), CAST(:reasons AS text[]), CAST(:errors AS text[]),
+                CAST(:blocks AS boolean[]))
+         AS l (topic, partition, record_offset, key, event_id, headers, payload, reason, error, blocks)
     ORDER BY l.topic, l.partition, l.record_offset
     ON CONFLICT DO NOTHING
     RETURNING source_topic, source_partition, source_offset
@@ -59,7 +77,8 @@ async def insert_letters(
 ) -> set[tuple[str, int, int]]:
     """Insert the letters that do not exist yet; return topic, partition and offset of those that were new.
 
-    `with_contents` False leaves out key, payload and headers: they are still in the topic, at the letter's offset.
+    `with_contents` False leaves out key, payload and headers: they are still in the topic, at the letter's offset. Such
+    a letter cannot be retried, and holds up nobody.
     """
     if not letters:
         return set()
@@ -77,6 +96,9 @@ async def insert_letters(
             "payloads": [record.value if with_contents else None for record in records],
             "reasons": [storable(letter.reason) for letter in letters],
             "errors": [storable(letter.error) for letter in letters],
+            "blocks": [letter.blocks and with_contents for letter in letters],
+            "behind": BEHIND,
+            "retry_after": RETRY_AFTER_SECONDS[0],
         },
     )
     return {(topic, partition, offset) for topic, partition, offset in rows}

@@ -23,3 +23,4 @@ COMMIT_FAILURES = Counter("inbox_commit_failures", "Offset commits that failed o
 SKIPPED_OFFSETS = Counter(
     "inbox_skipped_offsets", "Offsets that were gone from the log before they were read.", ["group"]
 )
+RETRIES = Counter("inbox_dead_letter_retries", "Retries of dead letters by how they ended.", ["group", "result"])

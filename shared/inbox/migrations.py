@@ -1,4 +1,4 @@
-"""Frozen DDL of the inbox. A service's migration calls `upgrade_1(op)`; a later change adds `upgrade_2`, never edits.
+"""Frozen DDL of the inbox. A service's migrations call `upgrade_1(op)` and so on; a later change adds one, never edits.
 
 Frozen means self-contained: nothing here reads tables.py, which moves on. Partitions are not part of it: the migrate
 command calls `upkeep.ensure_partitions` afterwards, and the upkeep service makes the next days'.
@@ -104,3 +104,43 @@ def downgrade_1(op: Ddl) -> None:
     for table in ("inbox_tally", "dead_letter", "dedup_floor", "processed_event"):
         op.execute(f"DROP TABLE {table}")
     op.execute("DROP FUNCTION dedup_floor_only_rises()")
+
+
+def upgrade_2(op: Ddl) -> None:
+    """Let dead letters be retried in sequence: which ones block their key, who decided what, and how it ended."""
+    op.execute("""
+        ALTER TABLE dead_letter
+            ADD COLUMN blocks          boolean NOT NULL DEFAULT false,
+            ADD COLUMN retrying        boolean NOT NULL DEFAULT false,
+            ADD COLUMN decided_at      timestamptz,
+            ADD COLUMN decided_by      text,
+            ADD COLUMN decision_reason text,
+            ADD COLUMN settled_at      timestamptz
+    """)
+    op.execute("""
+        COMMENT ON COLUMN dead_letter.blocks IS
+        'a valid event that failed: later events of its key and topic wait behind it'
+    """)
+    op.execute("""
+        COMMENT ON COLUMN dead_letter.retrying IS
+        'a retry began; if it is still so when the next one is due, the first did not live to its end'
+    """)
+    # Of a key its digest: an index row has 2,704 bytes at most, and a key may have more.
+    op.execute("""
+        CREATE INDEX ix_dead_letter_blocking ON dead_letter (consumer_group, source_topic, sha256(key))
+        WHERE blocks AND status = 'open'
+    """)
+    op.execute("""
+        CREATE INDEX ix_dead_letter_due ON dead_letter (consumer_group, next_attempt_at)
+        WHERE status = 'open' AND next_attempt_at IS NOT NULL
+    """)
+
+
+def downgrade_2(op: Ddl) -> None:
+    """Forget who decided what about dead letters."""
+    op.execute("DROP INDEX ix_dead_letter_due")
+    op.execute("DROP INDEX ix_dead_letter_blocking")
+    op.execute("""
+        ALTER TABLE dead_letter DROP COLUMN blocks, DROP COLUMN retrying, DROP COLUMN decided_at,
+            DROP COLUMN decided_by, DROP COLUMN decision_reason, DROP COLUMN settled_at
+    """)

@@ -71,6 +71,24 @@ def define_inbox(metadata: MetaData) -> None:
         Column("last_failed_at", DateTime(timezone=True), nullable=False, server_default=now),
         Column("next_attempt_at", DateTime(timezone=True)),
         Column("status", Text, nullable=False, server_default=text("'open'")),
+        Column(
+            "blocks",
+            Boolean,
+            nullable=False,
+            server_default=text("false"),
+            comment="a valid event that failed: later events of its key and topic wait behind it",
+        ),
+        Column(
+            "retrying",
+            Boolean,
+            nullable=False,
+            server_default=text("false"),
+            comment="a retry began; if it is still so when the next one is due, the first did not live to its end",
+        ),
+        Column("decided_at", DateTime(timezone=True)),
+        Column("decided_by", Text),
+        Column("decision_reason", Text),
+        Column("settled_at", DateTime(timezone=True)),
         UniqueConstraint(
             "consumer_group", "source_topic", "source_partition", "source_offset", name="uq_dead_letter_source"
         ),
@@ -82,6 +100,19 @@ def define_inbox(metadata: MetaData) -> None:
             postgresql_where=text("event_id IS NOT NULL AND reason <> 'payload_mismatch'"),
         ),
         Index("ix_dead_letter_state", "consumer_group", "status", "reason"),
+        Index(
+            "ix_dead_letter_blocking",
+            "consumer_group",
+            "source_topic",
+            text("sha256(key)"),
+            postgresql_where=text("blocks AND status = 'open'"),
+        ),
+        Index(
+            "ix_dead_letter_due",
+            "consumer_group",
+            "next_attempt_at",
+            postgresql_where=text("status = 'open' AND next_attempt_at IS NOT NULL"),
+        ),
         CheckConstraint("status IN ('open', 'resolved', 'discarded')", name="status"),
     )
     Table(

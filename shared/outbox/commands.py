@@ -14,6 +14,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from shared.database import Database
 from shared.errors import InvalidInput, KafkaFailure, ServiceError, Unavailable
 from shared.lifecycle import describe
+from shared.moments import parse_moment
 from shared.outbox import republish as again
 from shared.outbox.parked_events import (
     ParkedDetails,
@@ -121,8 +122,8 @@ def add_republish(app: typer.Typer, operate: Operate) -> None:
 
         async def work(database: Database, settings: ServiceSettings) -> None:
             chosen = again.Selection(
-                again.parse_moment(since, now),
-                None if until is None else again.parse_moment(until, now),
+                parse_moment(since, now),
+                None if until is None else parse_moment(until, now),
                 event_type,
                 key,
                 retention_hours=settings.outbox_retention_hours,

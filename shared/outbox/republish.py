@@ -10,7 +10,6 @@ safe.
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from operator import attrgetter
 from sqlalchemy import text
 
 from shared.database import Database
-from shared.errors import InvalidInput, KafkaFailure, Refused
+from shared.errors import KafkaFailure, Refused
 from shared.kafka.producer import IdempotentProducer, RecordBatch
 from shared.kafka.settings import KafkaSettings
 from shared.outbox.building import kafka_headers
@@ -35,7 +34,6 @@ _BYTES_A_PAGE = 1_000_000  # of payloads; a larger event is a page of its own
 _MAX_BATCH_BYTES = 900_000  # a larger event goes alone
 _MAX_REQUEST_BYTES = 1_048_576
 _DEADLINE_SECONDS = 30.0
-_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,23 +84,6 @@ class Plan:
     def events(self) -> int:
         """Return how many events that are."""
         return sum(count.events for count in self.counts)
-
-
-def parse_moment(given: str, now: datetime) -> datetime:
-    """Return the moment, in UTC, that an operator wrote: ISO 8601 with an offset, or a duration back like 3d or 12h.
-
-    Raises InvalidInput. A time without offset is refused (field report F32).
-    """
-    duration = re.fullmatch(r"(\d{1,6})([smhd])", given, re.ASCII)
-    try:
-        if duration:
-            return now - timedelta(**{_UNITS[duration[2]]: int(duration[1])})
-        moment = datetime.fromisoformat(given)
-        if moment.tzinfo is not None:
-            return moment.astimezone(UTC)
-    except (ValueError, OverflowError):
-        raise InvalidInput(f"{given!r} is no time; write 2026-11-30T12:00:00Z, or a duration like 12h or 3d") from None
-    raise InvalidInput(f"{given!r} has no offset from UTC; write {moment.isoformat()}Z, or with +01:00")
 
 
 def refuse_outside_window(since: datetime, window_days: int, now: datetime, lasting: timedelta = timedelta(0)) -> None:

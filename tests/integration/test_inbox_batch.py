@@ -6,12 +6,10 @@ import asyncio
 import hashlib
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from uuid import UUID, uuid4
 
 import pytest
-from sqlalchemy import event as sqlalchemy_event
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
@@ -22,7 +20,7 @@ from shared.inbox.dead_letters import failure_text, storable
 from shared.inbox.upkeep import fold_tally
 from shared.kafka.records import ConsumedRecord
 from shared.unit_of_work import UnitOfWork
-from tests.support.inbox import InboxUnderTest, inbox_under_test, payload, record
+from tests.support.inbox import InboxUnderTest, counted, inbox_under_test, payload, record
 
 
 @pytest.fixture
@@ -120,7 +118,7 @@ async def test_poison_anywhere_in_a_batch_is_dead_lettered_and_its_neighbours_ar
             "SELECT reason, payload, key, source_topic, status FROM dead_letter WHERE source_offset = :offset",
             offset=records[place].offset,
         )
-        assert letter == (reason, value, b"key", inbox.topic, "open")
+        assert letter == (reason, value, records[place].key, inbox.topic, "open")
     assert await inbox.numbers() == [100 + place * 10 + number for place in (0, 2, 4) for number in range(4)]
     assert len(inbox.handler.batches) == 3, "poison is sorted out beforehand: it costs no second transaction"
 
@@ -376,28 +374,6 @@ async def test_batches_leave_no_dead_row_of_the_tally_behind_and_folding_keeps_i
     assert await inbox.rows("SELECT count(*) FROM inbox_tally") == [(1,)]
     assert await inbox.summary() == before
     assert (before.handled, before.dead) == (30, 30)
-
-
-@asynccontextmanager
-async def counted(inbox: InboxUnderTest) -> AsyncIterator[tuple[list[str], list[str]]]:
-    """Collect the statements and commits that the block causes."""
-    executed: list[str] = []
-    commits: list[str] = []
-    engine = inbox.database.engine.sync_engine
-
-    def on_execute(_connection: object, _cursor: object, statement: str, *_rest: object) -> None:
-        executed.append(statement)
-
-    def on_commit(_connection: object) -> None:
-        commits.append("commit")
-
-    sqlalchemy_event.listen(engine, "before_cursor_execute", on_execute)
-    sqlalchemy_event.listen(engine, "commit", on_commit)
-    try:
-        yield executed, commits
-    finally:
-        sqlalchemy_event.remove(engine, "before_cursor_execute", on_execute)
-        sqlalchemy_event.remove(engine, "commit", on_commit)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from uuid import UUID
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.record.util import calc_crc32c as crc32c
+from sqlalchemy import event as sqlalchemy_event
 from sqlalchemy import text
 
 from shared.database import Database
@@ -21,7 +22,7 @@ from shared.identifiers import new_event_id
 from shared.inbox.batch import BatchSettler, Settled, receive
 from shared.inbox.consumer import InboxConsumer, InboxSettings
 from shared.inbox.messages import EventMessage, Incoming, decode_json
-from shared.inbox.migrations import upgrade_1
+from shared.inbox.migrations import upgrade_1, upgrade_2
 from shared.inbox.summary import InboxSummary, inbox_summary
 from shared.inbox.upkeep import ensure_partitions
 from shared.kafka.records import ConsumedRecord
@@ -95,10 +96,12 @@ def record(
     *,
     partition: int = 0,
     topic: str = "t",
-    key: bytes | None = b"key",
+    key: bytes | None = None,
 ) -> ConsumedRecord:
     """A record as a consumer hands it on."""
-    return ConsumedRecord(topic, partition, offset, key, value, tuple(headers), 0)
+    return ConsumedRecord(
+        topic, partition, offset, key or f"key-{partition}-{offset}".encode(), value, tuple(headers), 0
+    )
 
 
 @dataclass
@@ -121,10 +124,12 @@ class InboxUnderTest:
         settler = BatchSettler(group=self.group, units=self.units, handler=self.handler, deadline_seconds=25)
         return await settler.settle([receive(self.handler, one) for one in records])
 
-    def record(self, value: bytes | None, headers: Iterable[tuple[str, bytes | None]] = ()) -> ConsumedRecord:
+    def record(
+        self, value: bytes | None, headers: Iterable[tuple[str, bytes | None]] = (), key: bytes | None = None
+    ) -> ConsumedRecord:
         """The next record of partition 0."""
         self._offset += 1
-        return record(value, self._offset, headers, topic=self.topic)
+        return record(value, self._offset, headers, topic=self.topic, key=key)
 
     # ── with Kafka ──
 
@@ -133,6 +138,7 @@ class InboxUnderTest:
         *values: bytes | None,
         headers: Sequence[tuple[str, bytes | None]] = (),
         partition: int | None = None,
+        key: bytes | None = None,
     ) -> None:
         """Write records to the topic, spread over its partitions unless one is named."""
         producer = AIOKafkaProducer(
@@ -144,7 +150,7 @@ class InboxUnderTest:
                 await producer.send(
                     self.topic,
                     value,
-                    key=b"key",
+                    key=key or f"key-{index}".encode(),
                     headers=list(headers),
                     partition=index % PARTITIONS if partition is None else partition,
                 )
@@ -244,16 +250,43 @@ class InboxUnderTest:
 
 
 @asynccontextmanager
+async def counted(inbox: InboxUnderTest) -> AsyncIterator[tuple[list[str], list[str]]]:
+    """Collect the statements and commits that the block causes."""
+    executed: list[str] = []
+    commits: list[str] = []
+    engine = inbox.database.engine.sync_engine
+
+    def on_execute(_connection: object, _cursor: object, statement: str, *_rest: object) -> None:
+        executed.append(statement)
+
+    def on_commit(_connection: object) -> None:
+        commits.append("commit")
+
+    sqlalchemy_event.listen(engine, "before_cursor_execute", on_execute)
+    sqlalchemy_event.listen(engine, "commit", on_commit)
+    try:
+        yield executed, commits
+    finally:
+        sqlalchemy_event.remove(engine, "before_cursor_execute", on_execute)
+        sqlalchemy_event.remove(engine, "commit", on_commit)
+
+
+@asynccontextmanager
 async def inbox_under_test(
     url: str, bootstrap_servers: str, name: str, *, has_permanent_key: bool = False, topic: bool = True
 ) -> AsyncIterator[InboxUnderTest]:
     """Make the inbox in an empty database, and its topic unless `topic` is False."""
     database = Database(database_settings(url, pool_size=10))
     try:
-        await migrate_with(database, upgrade_1)
+        await migrate_with(database, upgrade_1, upgrade_2)
         await ensure_partitions(database, window_days=3)
         async with database.engine.begin() as connection:
-            await connection.execute(text("CREATE TABLE effect (event_id uuid NOT NULL, number bigint NOT NULL)"))
+            await connection.execute(
+                text(
+                    "CREATE TABLE effect (event_id uuid NOT NULL, number bigint NOT NULL, "
+                    "place bigint GENERATED ALWAYS AS IDENTITY)"
+                )
+            )
         kafka = KafkaSettings(bootstrap_servers, client_id="test", request_timeout_seconds=10)
         if topic:
             await ensure_topics(kafka, [TopicSpec(f"{name}.happened", PARTITIONS, 1, 1)])

@@ -41,5 +41,6 @@ def test_the_points_are_those_of_the_guarantees() -> None:
         *("O1", "O2", "O3"),
         *("R1", "R2", "R3"),
         *(f"B{n}" for n in range(1, 6)),
+        "L1",
         *(f"C{n}" for n in range(1, 6)),
     ]

@@ -7,7 +7,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from shared.errors import InvalidInput, Refused
-from shared.outbox.republish import Pace, parse_moment, refuse_outside_window
+from shared.moments import parse_moment
+from shared.outbox.republish import Pace, refuse_outside_window
 
 NOW = datetime(2026, 11, 30, 12, tzinfo=UTC)
 
