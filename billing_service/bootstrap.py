@@ -76,7 +76,16 @@ def _consumer(settings: BillingServiceSettings, database: Database, upkeep_pool:
         settings=settings.inbox(), kafka=settings.kafka("consumer"), database=database, units=units, handler=handler
     )
     retrier = DeadLetterRetrier(group=settings.consumer_group, units=units, handler=handler)
-    return [notifier, consumer, retrier, InboxUpkeep(upkeep_pool, window_days=settings.dedup_window_days)]
+    return [
+        notifier,
+        consumer,
+        retrier,
+        InboxUpkeep(
+            upkeep_pool,
+            window_days=settings.dedup_window_days,
+            letter_retention_days=settings.dead_letter_retention_days,
+        ),
+    ]
 
 
 def executor_database(settings: BillingServiceSettings) -> Database:

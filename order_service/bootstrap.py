@@ -10,6 +10,7 @@ from order_service.api import orders as orders_api
 from order_service.checkout import Checkout
 from order_service.handlers import PaymentHandler
 from order_service.settings import ROLES, OrderServiceSettings
+from order_service.upkeep import KeyUpkeep
 from shared.database import Database
 from shared.inbox.consumer import InboxConsumer
 from shared.inbox.retrying import DeadLetterRetrier
@@ -39,7 +40,7 @@ def build(settings: OrderServiceSettings, roles: Collection[str] = ROLES) -> Fas
     services: list[Service] = []
     other_databases = [relay_pool]
     if "api" in roles:
-        services.append(notifier)
+        services += [notifier, KeyUpkeep(units, settings.idempotency_key_retention_hours)]
     if "api" in roles or "relay" in roles:
         services.append(monitor)
     if "relay" in roles:
@@ -54,7 +55,11 @@ def build(settings: OrderServiceSettings, roles: Collection[str] = ROLES) -> Fas
         database=database,
         other_databases=other_databases,
         services=services,
-        state={"checkout": checkout, "consumer_group": settings.consumer_group},
+        state={
+            "checkout": checkout,
+            "consumer_group": settings.consumer_group,
+            "require_idempotency_key": settings.require_idempotency_key,
+        },
         max_body_bytes=settings.max_body_bytes,
     )
     if "api" in roles:
@@ -69,4 +74,12 @@ def _consumer(settings: OrderServiceSettings, database: Database, upkeep_pool: D
         settings=settings.inbox(), kafka=settings.kafka("consumer"), database=database, units=units, handler=handler
     )
     retrier = DeadLetterRetrier(group=settings.consumer_group, units=units, handler=handler)
-    return [consumer, retrier, InboxUpkeep(upkeep_pool, window_days=settings.dedup_window_days)]
+    return [
+        consumer,
+        retrier,
+        InboxUpkeep(
+            upkeep_pool,
+            window_days=settings.dedup_window_days,
+            letter_retention_days=settings.dead_letter_retention_days,
+        ),
+    ]

@@ -12,7 +12,8 @@ from sqlalchemy import Row, Select, insert, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from order_service.order import NewOrder, Order, OrderItem, OrderStatus, PaymentStatus
-from order_service.tables import order_item, orders
+from order_service.tables import idempotency_key, order_item, orders
+from shared.idempotency import IdempotencyKey
 
 
 async def insert_order(session: AsyncSession, new: NewOrder, event_id: UUID) -> Order:
@@ -49,6 +50,58 @@ _INSERT_ITEMS = text("""
     SELECT CAST(:order_id AS bigint), i.line, i.sku, i.quantity, i.unit_price
     FROM unnest(CAST(:skus AS text[]), CAST(:quantities AS integer[]), CAST(:unit_prices AS numeric[]))
          WITH ORDINALITY AS i (sku, quantity, unit_price, line)
+""")
+
+
+async def lock_key(session: AsyncSession, customer_id: int, key: str) -> bool:
+    """Take a client's key for this transaction; False when another transaction has it."""
+    return bool((await session.execute(_LOCK_KEY, {"name": f"{customer_id} {key}"})).scalar_one())
+
+
+_LOCK_KEY = text("SELECT pg_try_advisory_xact_lock(hashtextextended(:name, 4948))")
+
+
+@dataclass(frozen=True, slots=True)
+class KnownKey:
+    """What a client's key stands for."""
+
+    fingerprint: bytes
+    order: Order
+
+
+async def find_by_key(session: AsyncSession, customer_id: int, key: str) -> KnownKey | None:
+    """Return what a key stands for. Call under `lock_key`."""
+    row = (
+        await session.execute(
+            select(orders, idempotency_key.c.fingerprint)
+            .join(idempotency_key, idempotency_key.c.order_id == orders.c.order_id)
+            .where(idempotency_key.c.customer_id == customer_id, idempotency_key.c.key == key)
+        )
+    ).one_or_none()
+    return None if row is None else KnownKey(bytes(row.fingerprint), _order(row))
+
+
+async def insert_key(session: AsyncSession, order: Order, key: IdempotencyKey) -> None:
+    """Store which order a key made."""
+    await session.execute(
+        insert(idempotency_key).values(
+            customer_id=order.customer_id, key=key.key, fingerprint=key.fingerprint, order_id=order.order_id
+        )
+    )
+
+
+async def delete_old_keys(session: AsyncSession, retention_hours: float, limit: int) -> int:
+    """Delete up to `limit` keys that are older; return how many."""
+    result = await session.execute(_DELETE_KEYS, {"seconds": retention_hours * 3600, "limit": limit})
+    return int(result.rowcount)  # type: ignore[attr-defined]  # a DELETE's result is a CursorResult
+
+
+_DELETE_KEYS = text("""
+    DELETE FROM idempotency_key WHERE (customer_id, key) IN (
+        SELECT customer_id, key FROM idempotency_key
+        WHERE created_at < clock_timestamp() - make_interval(secs => :seconds)
+        ORDER BY created_at LIMIT :limit FOR UPDATE SKIP LOCKED
+    )
 """)
 
 

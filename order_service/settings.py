@@ -24,6 +24,8 @@ class OrderServiceSettings(ServiceSettings):
         None, ge=1, le=1_000_000, description="past it POST /orders answers 503; unset: no limit"
     )
     max_unpublished_age_seconds: float | None = Field(None, gt=0, description="likewise, of the oldest event")
+    require_idempotency_key: bool = Field(False, description="POST /orders without an Idempotency-Key answers 400")
+    idempotency_key_retention_hours: float = Field(168.0, gt=0, le=17_520, description="a repetition is known so long")
     port: int = Field(8001, ge=1, le=65535)
 
 

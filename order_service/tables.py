@@ -10,6 +10,7 @@ from sqlalchemy import (
     ForeignKey,
     Identity,
     Integer,
+    LargeBinary,
     Numeric,
     SmallInteger,
     Table,
@@ -61,4 +62,14 @@ order_item = Table(
     CheckConstraint("line > 0", name="line_positive"),
     CheckConstraint("quantity > 0", name="quantity_positive"),
     CheckConstraint("unit_price > 0", name="unit_price_positive"),
+)
+
+idempotency_key = Table(
+    "idempotency_key",
+    metadata,
+    Column("customer_id", BigInteger, primary_key=True, autoincrement=False),
+    Column("key", Text, primary_key=True),
+    Column("fingerprint", LargeBinary, nullable=False, comment="SHA-256 of the request in its canonical form"),
+    Column("order_id", BigInteger, ForeignKey("orders.order_id"), nullable=False),
+    Column("created_at", DateTime(timezone=True), nullable=False, server_default=func.now(), index=True),
 )

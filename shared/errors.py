@@ -2,9 +2,12 @@
 
 ServiceError                  status 500
 ├── InvalidInput        422   the caller sent something that can never be accepted
-│   └── TooLarge        413
+│   ├── TooLarge        413
+│   ├── BadRequest      400   what surrounds the content is malformed: a header
+│   └── KeyReused       422   an Idempotency-Key that stands for another request
 ├── NotFound            404
 ├── Conflict            409
+│   └── InProgress      409   the same request is being worked on; carries Retry-After
 ├── Unavailable         503   try again later; carries Retry-After
 ├── Refused                   this process must not run as it is configured; says what to do
 ├── LeaseLost                 another process owns the work now
@@ -63,6 +66,19 @@ class TooLarge(InvalidInput):
     status = 413
 
 
+class BadRequest(InvalidInput):
+    """A request whose headers are malformed."""
+
+    code = "bad-request"
+    status = 400
+
+
+class KeyReused(InvalidInput):
+    """An Idempotency-Key that was used for another request."""
+
+    code = "idempotency-key-reused"
+
+
 class NotFound(ServiceError):
     """No such resource."""
 
@@ -77,6 +93,17 @@ class Conflict(ServiceError):
     code = "conflict"
     title = "The request contradicts what is stored."
     status = 409
+
+
+class InProgress(Conflict):
+    """The same request is being worked on. `retry_after_seconds` becomes the Retry-After header."""
+
+    code = "request-in-progress"
+    title = "The same request is being worked on; try again."
+
+    def __init__(self, detail: str = "", retry_after_seconds: int = 1) -> None:
+        super().__init__(detail)
+        self.retry_after_seconds = retry_after_seconds
 
 
 class Unavailable(ServiceError):

@@ -53,6 +53,7 @@ class ServiceSettings(BaseSettings):
     consumer_instance_id: str | None = Field(None, description="unique for each process, or unset")
     consumer_session_timeout_seconds: Seconds = 10.0
     dedup_window_days: int = Field(30, ge=2, le=400)
+    dead_letter_retention_days: int = Field(90, ge=1, le=3650, description="settled dead letters are kept so long")
 
     relay_lease_seconds: Seconds = 10.0
     relay_poll_seconds: Seconds = 0.5

@@ -7,8 +7,9 @@ without the `api` role serve only health and metrics.
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import FrameType
 from typing import Any
@@ -18,6 +19,7 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from fastapi_problem.error import Problem, ServerProblem
 from fastapi_problem.handler import ExceptionHandler, add_exception_handler, new_exception_handler
 from opentelemetry.trace import SpanKind
@@ -29,12 +31,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shared import memory, telemetry
 from shared.database import Database
-from shared.errors import FieldError, InvalidInput, Refused, ServiceError, TooLarge, Unavailable, is_transient
+from shared.errors import (
+    FieldError,
+    InProgress,
+    InvalidInput,
+    Refused,
+    ServiceError,
+    TooLarge,
+    Unavailable,
+    is_transient,
+)
 from shared.lifecycle import Readiness, Service, State, describe, running
 
 log = structlog.get_logger(__name__)
 
 MAX_BODY_BYTES = 262_144
+BODY_DEADLINE_SECONDS = 15.0
 PROBLEM_JSON = "application/problem+json"
 _RETRY_AFTER_SECONDS = 2
 _MOST_FIELD_ERRORS = 20
@@ -50,6 +62,7 @@ def create_app(
     other_databases: Sequence[Database] = (),
     state: Mapping[str, object] | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
+    body_deadline_seconds: float = BODY_DEADLINE_SECONDS,
 ) -> FastAPI:
     """Return an application whose lifespan runs `services`, and closes every database at the end."""
 
@@ -71,7 +84,7 @@ def create_app(
         setattr(app.state, name, value)
     _add_problems(app)
     _add_health(app, database, services)
-    app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
+    app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes, deadline_seconds=body_deadline_seconds)
     app.add_middleware(RequestSpan)
     return app
 
@@ -104,7 +117,7 @@ def _service_problem(_: ExceptionHandler, request: Request, error: ServiceError)
     headers: dict[str, str] = {}
     if isinstance(error, InvalidInput) and error.fields:
         extras["errors"] = [{"field": item.field, "message": item.message} for item in error.fields]
-    if isinstance(error, Unavailable):
+    if isinstance(error, Unavailable | InProgress):
         headers["Retry-After"] = str(error.retry_after_seconds)
     if error.status >= 500:
         log.warning("request.failed", path=request.url.path, code=error.code, error=describe(error))
@@ -147,7 +160,10 @@ def _validation_problem(handler: ExceptionHandler, request: Request, error: Requ
 def _field_name(location: Sequence[str | int]) -> str:
     source, *rest = location
     named = [str(part) for part in rest]
-    name = ".".join(named) if named else str(source)
+    return _cut(".".join(named) if named else str(source))
+
+
+def _cut(name: str) -> str:
     return name if len(name) <= _LONGEST_FIELD_NAME else f"{name[:_LONGEST_FIELD_NAME]}…"
 
 
@@ -204,11 +220,14 @@ async def _database_readiness(database: Database) -> Readiness:
 
 
 class BodyLimit:
-    """Refuse a body over the limit with 413, whether it announces its length or streams."""
+    """Refuse a body over the limit with 413, whether it announces its length or streams, and with 408 one that does
+    not end: a client that sends a byte now and then would hold its connection for ever.
+    """
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_body_bytes: int, deadline_seconds: float) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
+        self._deadline_seconds = deadline_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -219,10 +238,21 @@ class BodyLimit:
             await self._refusal()(scope, receive, send)
             return
         received = 0
+        complete = False
+        deadline = asyncio.get_running_loop().time() + self._deadline_seconds
 
         async def counted() -> Message:
-            nonlocal received
-            message = await receive()
+            nonlocal received, complete
+            try:
+                async with asyncio.timeout_at(None if complete else deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(
+                    408,
+                    f"the body did not arrive within {self._deadline_seconds:g} s; nothing was stored; send it again",
+                    headers={"Connection": "close"},
+                ) from None
+            complete = complete or not message.get("more_body", False)
             received += len(message.get("body", b""))
             if received > self._max_body_bytes:
                 # Of all exceptions, only this one passes through FastAPI's reading of a body as it is.
@@ -239,6 +269,33 @@ class BodyLimit:
         problem = TooLarge(self._detail)
         body = {"type": problem.code, "title": problem.title, "status": 413, "detail": problem.detail}
         return JSONResponse(body, status_code=413, media_type=PROBLEM_JSON, headers={"Connection": "close"})
+
+
+class StrictJsonRoute(APIRoute):
+    """A route that refuses a JSON body which names a field twice: which of two amounts was meant?"""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def strictly(request: Request) -> Response:
+            return await handle(_StrictJsonRequest(request.scope, request.receive))
+
+        return strictly
+
+
+class _StrictJsonRequest(Request):
+    async def json(self) -> Any:
+        return json.loads(await self.body(), object_pairs_hook=_no_field_twice)
+
+
+def _no_field_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in fields if names.count(name) > 1)
+        # Of all exceptions, only this one passes through FastAPI's reading of a body as it is.
+        raise HTTPException(422, f"{_cut(twice)}: the field is there more than once; send it once. Nothing was stored")
+    return fields
 
 
 class RequestSpan:

@@ -68,6 +68,14 @@ CREATE TABLE public.dedup_floor (
     CONSTRAINT ck_dedup_floor_one_row CHECK (singleton)
 );
 COMMENT ON TABLE public.dedup_floor IS 'lowest event id that still has a partition; only rises';
+CREATE TABLE public.idempotency_key (
+    customer_id bigint NOT NULL,
+    key text NOT NULL,
+    fingerprint bytea NOT NULL,
+    order_id bigint NOT NULL,
+    created_at timestamp with time zone DEFAULT now() NOT NULL
+);
+COMMENT ON COLUMN public.idempotency_key.fingerprint IS 'SHA-256 of the request in its canonical form';
 CREATE TABLE public.inbox_tally (
     tally_id bigint NOT NULL,
     consumer_group text NOT NULL,
@@ -211,6 +219,8 @@ ALTER TABLE ONLY public.dead_letter
     ADD CONSTRAINT pk_dead_letter PRIMARY KEY (letter_id);
 ALTER TABLE ONLY public.dedup_floor
     ADD CONSTRAINT pk_dedup_floor PRIMARY KEY (singleton);
+ALTER TABLE ONLY public.idempotency_key
+    ADD CONSTRAINT pk_idempotency_key PRIMARY KEY (customer_id, key);
 ALTER TABLE ONLY public.inbox_tally
     ADD CONSTRAINT pk_inbox_tally PRIMARY KEY (tally_id);
 ALTER TABLE ONLY public.order_item
@@ -242,11 +252,14 @@ ALTER TABLE ONLY public.outbox_parked
 CREATE INDEX ix_dead_letter_blocking ON public.dead_letter USING btree (consumer_group, source_topic, sha256(key)) WHERE (blocks AND (status = 'open'::text));
 CREATE INDEX ix_dead_letter_due ON public.dead_letter USING btree (consumer_group, next_attempt_at) WHERE ((status = 'open'::text) AND (next_attempt_at IS NOT NULL));
 CREATE INDEX ix_dead_letter_state ON public.dead_letter USING btree (consumer_group, status, reason);
+CREATE INDEX ix_idempotency_key_created_at ON public.idempotency_key USING btree (created_at);
 CREATE INDEX ix_outbox_parked_waiting ON public.outbox_parked USING btree (bucket, "position") WHERE (settled_at IS NULL);
 CREATE INDEX ix_processed_event_processed_at ON ONLY public.processed_event USING btree (processed_at);
 CREATE UNIQUE INDEX uq_dead_letter_event ON public.dead_letter USING btree (consumer_group, event_id) WHERE ((event_id IS NOT NULL) AND (reason <> 'payload_mismatch'::text));
 CREATE TRIGGER dedup_floor_only_rises BEFORE DELETE OR UPDATE ON public.dedup_floor FOR EACH ROW EXECUTE FUNCTION public.dedup_floor_only_rises();
 CREATE TRIGGER outbox_event_draw_position BEFORE INSERT ON public.outbox_event FOR EACH ROW EXECUTE FUNCTION public.outbox_event_draw_position();
 CREATE TRIGGER outbox_event_refuse_update BEFORE UPDATE ON public.outbox_event FOR EACH STATEMENT EXECUTE FUNCTION public.outbox_event_refuse_update();
+ALTER TABLE ONLY public.idempotency_key
+    ADD CONSTRAINT fk_idempotency_key_order_id_orders FOREIGN KEY (order_id) REFERENCES public.orders(order_id);
 ALTER TABLE ONLY public.order_item
     ADD CONSTRAINT fk_order_item_order_id_orders FOREIGN KEY (order_id) REFERENCES public.orders(order_id);

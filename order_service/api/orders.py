@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import re
 from datetime import datetime
 from typing import Annotated, Self
 from uuid import UUID
 
-from fastapi import APIRouter, Path, Query, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from fastapi import APIRouter, Header, Path, Query, Request, Response
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from order_service import repository
 from order_service.checkout import Checkout
 from order_service.order import NewOrder, Order, OrderItem, OrderStatus, PaymentStatus
 from shared.database import Database
 from shared.errors import FieldError, InvalidInput, NotFound
+from shared.idempotency import HEADER, REPLAYED_HEADER, IdempotencyKey, fingerprint, missing_key, parse_key
 from shared.inbox.summary import InboxSummary, inbox_summary
 from shared.money import exponent, format_stored_amount, parse_positive_amount
+from shared.web import StrictJsonRoute
 
-router = APIRouter(tags=["orders"])
+router = APIRouter(tags=["orders"], route_class=StrictJsonRoute)
 
 MAX_ITEMS = 100
 MAX_QUANTITY = 100_000
 _MAX_BIGINT = 2**63 - 1
-OrderId = Annotated[int, Path(ge=1, le=_MAX_BIGINT)]
+
+
+def _plain_digits(value: object) -> object:
+    """Refuse what int() would take as well, such as +1, 01 or 1_0: an id has one spelling."""
+    if isinstance(value, str) and not _PLAIN_DIGITS.fullmatch(value):
+        raise ValueError("is a whole number in digits, without sign, blanks or leading zeros")
+    return value
+
+
+_PLAIN_DIGITS = re.compile(r"[1-9][0-9]*", re.ASCII)
+OrderId = Annotated[int, Path(ge=1, le=_MAX_BIGINT), BeforeValidator(_plain_digits)]
 
 
 class NewItem(BaseModel):
@@ -129,12 +142,30 @@ class OrderPage(BaseModel):
 
 
 @router.post("/orders", status_code=201)
-async def create_order(body: NewOrderRequest, request: Request, response: Response) -> OrderSummary:
+async def create_order(
+    body: NewOrderRequest,
+    request: Request,
+    response: Response,
+    _documented: Annotated[
+        str | None,
+        Header(
+            alias=HEADER,
+            description="up to 255 characters, bare or in quotes, unique for this customer: the same request with the "
+            "same key makes no second order and gets the first one's answer",
+        ),
+    ] = None,
+) -> OrderSummary:
     """Confirm an order. It is stored together with its event: the charge follows, whatever crashes from now on."""
     checkout: Checkout = request.app.state.checkout
-    order = await checkout.confirm(body.to_order())
-    response.headers["Location"] = f"/orders/{order.order_id}"
-    return OrderSummary.of(order)
+    key = parse_key(request.headers.getlist(HEADER))
+    if key is None and request.app.state.require_idempotency_key:
+        raise missing_key()
+    given = None if key is None else IdempotencyKey(key, fingerprint(body.model_dump_json()))
+    confirmed = await checkout.confirm(body.to_order(), given)
+    response.headers["Location"] = f"/orders/{confirmed.order.order_id}"
+    if confirmed.replayed:
+        response.headers[REPLAYED_HEADER] = "true"
+    return OrderSummary.of(confirmed.order)
 
 
 @router.get("/orders/{order_id}")

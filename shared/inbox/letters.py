@@ -214,6 +214,26 @@ _STOP_REQUEST = text("""
 """)
 
 
+async def open_letters(session: AsyncSession, group: str) -> tuple[dict[str, int], float]:
+    """Return how many letters are open by reason, and the age of the oldest in seconds; counted up to COUNTED_AT_MOST.
+
+    For metrics: by index, and bounded however many there are.
+    """
+    rows = (await session.execute(_OPEN, {"group": group, "most": COUNTED_AT_MOST})).all()
+    return {str(row.reason): int(row.letters) for row in rows}, max((float(row.age) for row in rows), default=0.0)
+
+
+COUNTED_AT_MOST = 10_000
+
+_OPEN = text("""
+    SELECT reason, count(*) AS letters, extract(epoch FROM clock_timestamp() - min(first_failed_at)) AS age
+    FROM (
+        SELECT reason, first_failed_at FROM dead_letter WHERE consumer_group = :group AND status = 'open' LIMIT :most
+    ) AS l
+    GROUP BY reason
+""")
+
+
 # ----------------------------------------------------------------------------------------------------- operators
 
 

@@ -24,3 +24,5 @@ SKIPPED_OFFSETS = Counter(
     "inbox_skipped_offsets", "Offsets that were gone from the log before they were read.", ["group"]
 )
 RETRIES = Counter("inbox_dead_letter_retries", "Retries of dead letters by how they ended.", ["group", "result"])
+LETTERS_OPEN = Gauge("inbox_dead_letters_open", "Dead letters that wait, 10,000 at most.", ["group", "reason"])
+OLDEST_LETTER = Gauge("inbox_dead_letters_oldest_seconds", "Age of the oldest dead letter that waits.", ["group"])

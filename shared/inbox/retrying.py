@@ -9,6 +9,7 @@ letters in a row fail, the rest of that request waits for a person again: the ca
 from __future__ import annotations
 
 import enum
+import time
 from dataclasses import dataclass
 from typing import Generic
 
@@ -46,6 +47,7 @@ class RetrySettings:
     poll_seconds: float = 1.0
     lease_seconds: float = 60.0
     put_back_seconds: float = 5.0
+    measure_seconds: float = 5.0
 
 
 class DeadLetterRetrier(BackgroundService, Generic[M]):
@@ -62,14 +64,30 @@ class DeadLetterRetrier(BackgroundService, Generic[M]):
         self._settings = settings or RetrySettings()
         self._failures = 0
         self._stopped = ""
+        self._measure_at = 0.0
+        self._reasons: set[str] = set()
 
     async def run(self) -> None:
         while not self.stopping.is_set():
+            await self._measure()
             result = await self.retry_next()
             self.backoff.reset()
             self.readiness = Readiness(State.DEGRADED, self._stopped) if self._stopped else READY
             if result is None:
                 await self.pause(self._settings.poll_seconds)
+
+    async def _measure(self) -> None:
+        """Bring the gauges up to date, once in a while."""
+        now = time.monotonic()
+        if now < self._measure_at:
+            return
+        async with self._units.begin() as work:
+            by_reason, oldest = await letters.open_letters(work.session, self._group)
+        self._reasons |= by_reason.keys()
+        for reason in self._reasons:
+            metrics.LETTERS_OPEN.labels(self._group, reason).set(by_reason.get(reason, 0))
+        metrics.OLDEST_LETTER.labels(self._group).set(oldest)
+        self._measure_at = now + self._settings.measure_seconds
 
     async def retry_next(self) -> Result | None:
         """Retry the letter that has been due for longest; None when none is. Raises what is no event's fault."""

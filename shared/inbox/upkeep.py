@@ -1,4 +1,5 @@
-"""Keeps the daily partitions of `processed_event` (made ahead, dropped past the dedup window) and the tally short.
+"""Keeps the daily partitions of `processed_event` (made ahead, dropped past the dedup window), and the tally and the
+settled dead letters short.
 
 A partition is made as a plain table and attached, and detached concurrently before it is dropped, so consumers never
 wait for an exclusive lock on the parent. There is no default partition, and below `dedup_floor`, which only rises,
@@ -28,8 +29,9 @@ DAYS_AHEAD = 7
 """Days with a partition made ahead. More than the day that an event id may lie in the future (batch.py)."""
 
 _LOCK = "x'494E42'::integer"  # "INB"
-_MAKE, _DROP, _FOLD = 1, 2, 3
+_MAKE, _DROP, _FOLD, _DELETE = 1, 2, 3, 4
 _FOLDED_AT_ONCE = 10_000
+_DELETED_AT_ONCE = 500  # letters, with their payloads
 _NAME = re.compile(r"processed_event_p(\d{4})(\d{2})(\d{2})", re.ASCII)
 
 
@@ -96,6 +98,18 @@ async def fold_tally(database: Database) -> None:
             folded = int(result.scalar_one())
 
 
+async def delete_settled_letters(database: Database, retention_days: int) -> int:
+    """Delete letters that were settled so many days ago, in chunks, one keeper at a time; return how many."""
+    deleted = 0
+    async with _keeper(database, _DELETE) as connection:
+        chunk = 0 if connection is None else _DELETED_AT_ONCE
+        while connection is not None and chunk == _DELETED_AT_ONCE:
+            result = await connection.execute(_DELETE_LETTERS, {"days": retention_days, "most": _DELETED_AT_ONCE})
+            chunk = result.rowcount
+            deleted += chunk
+    return deleted
+
+
 class InboxUpkeep(PeriodicService):
     """Does all of it every `interval_seconds`. Several processes may have one: whoever comes first does the work."""
 
@@ -108,17 +122,20 @@ class InboxUpkeep(PeriodicService):
         *,
         window_days: int,
         days_ahead: int = DAYS_AHEAD,
+        letter_retention_days: int = 90,
         interval_seconds: float = 300.0,
     ) -> None:
         super().__init__(interval_seconds)
         self._database = database
         self._window_days = window_days
         self._days_ahead = days_ahead
+        self._letter_retention_days = letter_retention_days
 
     async def do(self) -> None:
         await ensure_partitions(self._database, window_days=self._window_days, days_ahead=self._days_ahead)
         await drop_expired_partitions(self._database)
         await fold_tally(self._database)
+        await delete_settled_letters(self._database, self._letter_retention_days)
         self.readiness = READY
 
 
@@ -204,6 +221,13 @@ def _day(name: str) -> date | None:
     except ValueError:
         return None
 
+
+_DELETE_LETTERS = text("""
+    DELETE FROM dead_letter WHERE letter_id IN (
+        SELECT letter_id FROM dead_letter
+        WHERE status <> 'open' AND settled_at < clock_timestamp() - make_interval(days => :days) LIMIT :most
+    )
+""")
 
 _FOLD_ROWS = text("""
     WITH taken AS (

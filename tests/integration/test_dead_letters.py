@@ -13,6 +13,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
+from prometheus_client import REGISTRY
 from sqlalchemy.exc import OperationalError
 
 from chargeonce.stack import KafkaBroker
@@ -24,6 +25,8 @@ from shared.inbox.dead_letters import BEHIND, HANDLER_FAILED
 from shared.inbox.letters import Decision, Selection
 from shared.inbox.messages import ConsumedRecord
 from shared.inbox.retrying import FAILURES_IN_A_ROW, DeadLetterRetrier, Result, RetrySettings
+from shared.inbox.upkeep import delete_settled_letters
+from shared.lifecycle import running
 from shared.unit_of_work import UnitOfWork
 from tests.support.inbox import Happened, InboxUnderTest, counted, inbox_under_test, payload
 from tests.support.outbox import until
@@ -313,6 +316,34 @@ async def test_f34_a_thousand_mixed_letters_are_retried_by_one_request(inbox: In
         by_key.setdefault(number % 100, []).append(number)
     assert all(numbers == sorted(numbers) for numbers in by_key.values())
     assert await inbox.letters() == {"not_json": 100, "invalid_message": 100}
+
+
+async def test_settled_letters_are_deleted_after_their_retention_and_open_ones_never(inbox: InboxUnderTest) -> None:
+    await bury(inbox, *(inbox.record(payload(number)) for number in range(4)))
+    await inbox.rows(
+        "UPDATE dead_letter SET status = CASE WHEN source_offset < 4 THEN 'resolved' ELSE 'open' END, "
+        "settled_at = now() - make_interval(days => CAST(source_offset AS integer) * 40), "
+        "first_failed_at = now() - interval '1 year'"
+    )
+    assert await delete_settled_letters(inbox.database, retention_days=90) == 1
+    assert await inbox.rows("SELECT source_offset FROM dead_letter ORDER BY 1") == [(1,), (2,), (4,)]
+
+
+async def test_open_letters_are_measured_by_reason_and_age(inbox: InboxUnderTest) -> None:
+    await bury(inbox, inbox.record(payload(1)))
+    await inbox.settle(inbox.record(b"no json"))
+    await inbox.rows("UPDATE dead_letter SET first_failed_at = now() - interval '1 hour' WHERE reason = 'not_json'")
+    retrying = retrier(inbox, measure_seconds=0)
+    async with running([retrying]):
+        await until(lambda: _gauge("inbox_dead_letters_open", group=inbox.group, reason=HANDLER_FAILED) == 1)
+        assert _gauge("inbox_dead_letters_open", group=inbox.group, reason="not_json") == 1
+        assert 3590 < _gauge("inbox_dead_letters_oldest_seconds", group=inbox.group) < 3700
+        await make_due(inbox)
+        await until(lambda: _gauge("inbox_dead_letters_open", group=inbox.group, reason=HANDLER_FAILED) == 0)
+
+
+def _gauge(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(name, labels) or 0.0
 
 
 async def test_a_discarded_letter_lets_the_next_one_follow(inbox: InboxUnderTest) -> None:

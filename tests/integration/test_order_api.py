@@ -7,6 +7,7 @@ import json
 import re
 import secrets
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 from uuid import UUID
@@ -15,16 +16,26 @@ import aiohttp
 import iso4217
 import pytest
 from sqlalchemy import event, text
+from yarl import URL
 
 from chargeonce.stack import PostgresServer, free_ports
+from order_service import repository
 from order_service.bootstrap import build
+from order_service.checkout import Checkout
+from order_service.order import NewOrder, OrderItem
 from order_service.settings import OrderServiceSettings, owned_topics
 from order_service.tables import metadata
+from order_service.upkeep import KeyUpkeep
 from shared import money
 from shared.cli import migrate_database
 from shared.database import Database
+from shared.errors import Unavailable
+from shared.idempotency import IdempotencyKey, fingerprint
 from shared.outbox.admission import Admission, BacklogLimits
+from shared.outbox.append import EventWriter
+from shared.outbox.backlog import Backlog
 from shared.telemetry import configure_tracing
+from shared.unit_of_work import UnitsOfWork
 from tests.support.outbox import database_settings, scalar
 from tests.support.serving import serving
 
@@ -291,11 +302,6 @@ async def test_f44_a_database_that_is_away_is_503_with_retry_after_and_not_ready
 
 
 async def test_an_order_costs_five_round_trips_and_one_commit(database: Database) -> None:
-    from order_service.checkout import Checkout
-    from order_service.order import NewOrder, OrderItem
-    from shared.outbox.append import EventWriter
-    from shared.unit_of_work import UnitsOfWork
-
     statements: list[str] = []
     commits: list[str] = []
     engine = database.engine.sync_engine
@@ -344,3 +350,172 @@ _ALL_PUBLISHED = text("""
     INSERT INTO outbox_progress (bucket, position) SELECT bucket, max(position) FROM outbox_event GROUP BY bucket
     ON CONFLICT DO NOTHING
 """)
+
+
+# ------------------------------------------------------------------------------------- repeated requests (F43)
+
+
+def keyed(key: str) -> dict[str, str]:
+    return {"Idempotency-Key": key}
+
+
+async def test_f43_the_same_request_with_the_same_key_makes_one_order(
+    api: aiohttp.ClientSession, database: Database
+) -> None:
+    before = await rows(database)
+    key = secrets.token_hex(8)
+    answers = []
+    for value in (key, f'"{key}"', key):
+        async with api.post("/orders", json=ORDER, headers=keyed(value)) as response:
+            answers.append((response.status, response.headers["Location"], await response.json()))
+            assert response.headers.get("Idempotency-Replayed") == (None if len(answers) == 1 else "true")
+    assert answers[0] == answers[1] == answers[2]
+    assert await rows(database) == (before[0] + 1, before[1] + 1)
+
+
+async def test_f43_the_first_answer_comes_again_however_the_order_went_on(
+    api: aiohttp.ClientSession, database: Database
+) -> None:
+    headers = keyed(secrets.token_hex(8))
+    async with api.post("/orders", json=ORDER, headers=headers) as response:
+        first = await response.json()
+    await scalar(
+        database,
+        "UPDATE orders SET payment_status = 'charged' WHERE order_id = :id RETURNING 1",
+        commit=True,
+        id=first["order_id"],
+    )
+    async with api.post("/orders", json=ORDER, headers=headers) as response:
+        assert await response.json() == first
+
+
+async def test_f43_fifty_at_once_make_one_order_and_the_others_are_told_to_wait_or_get_its_answer(
+    api: aiohttp.ClientSession, database: Database
+) -> None:
+    before = await rows(database)
+    headers = keyed(secrets.token_hex(8))
+
+    async def post() -> tuple[int, str | None, Any]:
+        async with api.post("/orders", json=ORDER, headers=headers) as response:
+            return response.status, response.headers.get("Retry-After"), await response.json()
+
+    answers = await asyncio.gather(*(post() for _ in range(50)))
+    created = [body["order_id"] for status, _, body in answers if status == 201]
+    waiting = [(retry, body["type"]) for status, retry, body in answers if status == 409]
+    assert len(created) + len(waiting) == 50
+    assert len(set(created)) == 1
+    assert all(answer == ("1", "request-in-progress") for answer in waiting)
+    assert await rows(database) == (before[0] + 1, before[1] + 1)
+
+
+async def test_f43_409_while_the_first_request_runs(api: aiohttp.ClientSession, database: Database) -> None:
+    key = secrets.token_hex(8)
+    async with database.session() as session, session.begin():
+        assert await repository.lock_key(session, 7, key)
+        async with api.post("/orders", json=ORDER, headers=keyed(key)) as response:
+            assert response.status == 409
+    async with api.post("/orders", json=ORDER, headers=keyed(key)) as response:
+        assert response.status == 201, "a first request that failed leaves nothing behind"
+
+
+async def test_f43_the_same_key_with_another_order_is_refused(api: aiohttp.ClientSession, database: Database) -> None:
+    headers = keyed(secrets.token_hex(8))
+    async with api.post("/orders", json=ORDER, headers=headers) as response:
+        assert response.status == 201
+    before = await rows(database)
+    async with api.post("/orders", json={**ORDER, "currency": "USD"}, headers=headers) as response:
+        problem = await response.json()
+    assert (response.status, problem["type"]) == (422, "idempotency-key-reused")
+    assert problem["errors"][0]["field"] == "Idempotency-Key"
+    assert await rows(database) == before
+    reordered = json.dumps(dict(reversed(ORDER.items())), indent=2)
+    async with api.post("/orders", data=reordered, headers={**headers, "Content-Type": "application/json"}) as response:
+        assert response.status == 201, "blanks and the order of fields make no other request"
+
+
+async def test_f43_keys_are_each_customers_own(api: aiohttp.ClientSession) -> None:
+    headers = keyed(secrets.token_hex(8))
+    ids = set()
+    for customer in (7, 8):
+        async with api.post("/orders", json={**ORDER, "customer_id": customer}, headers=headers) as response:
+            assert response.status == 201
+            ids.add((await response.json())["order_id"])
+    assert len(ids) == 2
+
+
+async def test_f43_a_malformed_key_stores_nothing(api: aiohttp.ClientSession, nothing_stored: None) -> None:
+    for value in ("a b", '"open', "k" * 256, '""'):
+        async with api.post("/orders", json=ORDER, headers=keyed(value)) as response:
+            problem = await response.json()
+        assert (response.status, problem["type"]) == (400, "bad-request")
+        assert problem["errors"][0]["field"] == "Idempotency-Key"
+
+
+async def test_f43_a_key_can_be_required(database: Database, nothing_stored: None) -> None:
+    settings = settings_for(database.settings.url).model_copy(update={"require_idempotency_key": True})
+    async with serving(build(settings, ["api"])) as api, api.post("/orders", json=ORDER) as response:
+        assert response.status == 400
+        assert "is missing" in (await response.json())["detail"]
+
+
+async def test_f43_a_replay_is_answered_while_new_orders_are_not_taken(database: Database) -> None:
+    backlog: list[Backlog | None] = [None]
+    checkout = Checkout(UnitsOfWork(database, EventWriter()), Admission(BacklogLimits(events=1), lambda: backlog[0]))
+    order = NewOrder.of(7, "EUR", [OrderItem("BOOK-1", 1, Decimal("19.99"))])
+    key = IdempotencyKey(secrets.token_hex(8), fingerprint("the order"))
+    first = await checkout.confirm(order, key)
+    backlog[0] = Backlog(events=2, at_least=False, oldest_age_seconds=1.0)
+    assert (await checkout.confirm(order, key)).order == first.order
+    with pytest.raises(Unavailable):
+        await checkout.confirm(order, replace(key, key="another"))
+
+
+async def test_f43_keys_past_their_retention_are_deleted(database: Database) -> None:
+    await scalar(
+        database,
+        "WITH made AS (INSERT INTO idempotency_key (customer_id, key, fingerprint, order_id, created_at) "
+        "SELECT 7, 'old ' || n, '', (SELECT max(order_id) FROM orders), now() - interval '8 days' "
+        "FROM generate_series(1, 2500) n RETURNING 1) SELECT count(*) FROM made",
+        commit=True,
+    )
+    upkeep = KeyUpkeep(UnitsOfWork(database), retention_hours=168)
+    await upkeep.do()
+    assert await scalar(database, "SELECT count(*) FROM idempotency_key WHERE key LIKE 'old %'") == 0
+
+
+# ------------------------------------------------------------------------------------------- careless bodies
+
+
+async def test_a_field_that_is_there_twice_is_refused_by_name(api: aiohttp.ClientSession, nothing_stored: None) -> None:
+    body = json.dumps(ORDER)[:-1] + ', "customer_id": 8}'
+    async with api.post("/orders", data=body, headers={"Content-Type": "application/json"}) as response:
+        problem = await response.json()
+    assert response.status == 422
+    assert "customer_id: the field is there more than once" in json.dumps(problem)
+
+
+async def test_a_body_that_does_not_end_is_refused_in_time(database: Database, nothing_stored: None) -> None:
+    app = build(settings_for(database.settings.url), ["api"])
+    [limits] = [each.kwargs for each in app.user_middleware if "max_body_bytes" in each.kwargs]
+    limits["deadline_seconds"] = 0.3
+
+    async def dripping() -> AsyncIterator[bytes]:
+        while True:
+            yield b" "
+            await asyncio.sleep(0.05)
+
+    json_type = {"Content-Type": "application/json"}
+    async with (
+        asyncio.timeout(10),
+        serving(app) as api,
+        api.post("/orders", data=dripping(), headers=json_type) as response,
+    ):
+        assert response.status == 408
+        assert "did not arrive" in await response.text()
+
+
+@pytest.mark.parametrize("spelling", ["+1", "01", "%201", "1_0", "1.0", "-1", "0", "१"])
+async def test_an_id_has_one_spelling(api: aiohttp.ClientSession, spelling: str) -> None:
+    async with api.get(URL(f"/orders/{spelling}", encoded="%" in spelling)) as response:
+        assert response.status == 422
+        assert (await response.json())["errors"][0]["field"] == "order_id"

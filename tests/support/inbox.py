@@ -150,7 +150,7 @@ class InboxUnderTest:
                 await producer.send(
                     self.topic,
                     value,
-                    key=key or f"key-{index}".encode(),
+                    key=key or new_event_id().bytes,
                     headers=list(headers),
                     partition=index % PARTITIONS if partition is None else partition,
                 )
