@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from datetime import timedelta
 
 from fastapi import FastAPI
 
@@ -15,6 +16,7 @@ from billing_service.executor import ChargeExecutor
 from billing_service.gateway import HttpPaymentGateway
 from billing_service.handlers import OrderConfirmedHandler
 from billing_service.metrics import ChargeMonitor
+from billing_service.reconciliation import ReconciliationService
 from billing_service.repository import CLAIM_PLANNING
 from billing_service.settings import ROLES, BillingServiceSettings
 from shared.database import Database
@@ -53,6 +55,8 @@ def build(settings: BillingServiceSettings, roles: Collection[str] = ROLES) -> F
         executor_pool = executor_database(settings)
         other_databases.append(executor_pool)
         services += _executor(settings, executor_pool)
+        if settings.reconcile_interval_minutes:
+            services.append(_reconciliation(settings, database))
     app = create_app(
         title="Billing service",
         version="1",
@@ -110,6 +114,15 @@ def _executor(settings: BillingServiceSettings, database: Database) -> list[Serv
     listener = Listener(settings.listen_dsn, {CHARGE_CHANNEL: lambda _: executor.wake()})
     listener.name = "charge-listener"
     return [notifier, executor, listener]
+
+
+def _reconciliation(settings: BillingServiceSettings, database: Database) -> Service:
+    return ReconciliationService(
+        database,
+        gateway(settings),
+        interval_seconds=settings.reconcile_interval_minutes * 60,
+        looks_back=timedelta(hours=settings.reconcile_hours),
+    )
 
 
 def gateway(settings: BillingServiceSettings) -> HttpPaymentGateway:

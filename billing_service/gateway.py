@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 from email.utils import parsedate_to_datetime
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import aiohttp
 from aiohttp.abc import AbstractStreamWriter
@@ -59,6 +59,24 @@ class ProviderPayment(BaseModel):
     status: Literal["captured", "declined"]
     idempotency_key: str
     decline_reason: _Reason | None = None
+
+
+class PaymentCursor(BaseModel):
+    """Where the next page of payments begins."""
+
+    model_config = ConfigDict(frozen=True)
+
+    after_order_id: int
+    after_payment_id: str
+
+
+class PaymentPage(BaseModel):
+    """Payments ascending by order and payment id; `next` is None at the end."""
+
+    model_config = ConfigDict(frozen=True)
+
+    payments: Sequence[ProviderPayment]
+    next: PaymentCursor | None = None
 
 
 class PaymentGateway(Protocol):
@@ -140,16 +158,27 @@ class HttpPaymentGateway:
 
     async def payments_of(self, order_id: int, deadline_seconds: float = 10.0) -> Sequence[ProviderPayment]:
         """Return what the provider's ledger has for an order. Raises Unavailable when it does not tell."""
+        return (await self._payments({"order_id": str(order_id), "limit": "1000"}, deadline_seconds)).payments
+
+    async def page_of_payments(
+        self, after_order_id: int, after_payment_id: str | None = None, deadline_seconds: float = 30.0
+    ) -> PaymentPage:
+        """Return the payments behind a place, ascending by order and payment. Raises Unavailable likewise."""
+        place = {"after_order_id": str(after_order_id), "limit": "1000"}
+        if after_payment_id is not None:
+            place["after_payment_id"] = after_payment_id
+        return await self._payments(place, deadline_seconds)
+
+    async def _payments(self, query: Mapping[str, str], deadline_seconds: float) -> PaymentPage:
         try:
             async with (
                 asyncio.timeout(deadline_seconds),
-                self._open_session.get(f"{self._base_url}/payments", params={"order_id": str(order_id)}) as response,
+                self._open_session.get(f"{self._base_url}/payments", params=query, allow_redirects=False) as response,
             ):
                 if response.status != 200:
                     raise Unavailable(f"the payment provider answered {response.status}; try again later")
-                answer: dict[str, Any] = await response.json()
-                return [ProviderPayment.model_validate(payment) for payment in answer["payments"]]
-        except (TimeoutError, aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
+                return PaymentPage.model_validate_json(await response.read())
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
             raise Unavailable(f"the payment provider did not tell ({type(error).__name__}); try again later") from error
 
     @property

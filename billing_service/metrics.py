@@ -24,6 +24,11 @@ UNFINISHED = Gauge(
     f"Charges that are not settled; {repository.COUNTED_AT_MOST} means at least that many.",
     ["state"],
 )
+RECONCILIATION_FINDINGS = Gauge(
+    "billing_reconciliation_findings", "Orders that the last reconciliation found to contradict the provider.", ["kind"]
+)
+RECONCILED_AT = Gauge("billing_reconciled_timestamp_seconds", "When a reconciliation last came to its end.")
+RECONCILIATION_SECONDS = Gauge("billing_reconciliation_seconds", "How long the last reconciliation took.")
 OLDEST_SECONDS = Gauge("billing_oldest_unfinished_charge_seconds", "Age of the oldest charge in a state.", ["state"])
 
 

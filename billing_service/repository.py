@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from decimal import Decimal
 from typing import Any
 from uuid import UUID
@@ -23,7 +24,7 @@ from billing_service.charge import (
     canonical_request,
 )
 from billing_service.tables import charge
-from shared.identifiers import new_event_id
+from shared.identifiers import lowest_id_at, new_event_id
 
 CLAIM_PLANNING = {"enable_seqscan": "off", "enable_bitmapscan": "off", "enable_sort": "off"}
 """Session settings of whoever claims. The claim's plan is kept as long as its connection, and may have been made when
@@ -211,21 +212,11 @@ async def settle(session: AsyncSession, results: Sequence[tuple[ClaimedCharge, S
             "decline_reasons": [step.decline_reason for _, step in results],
         },
     )
-    return [
-        SettledCharge(
-            charge_id=row.charge_id,
-            order_id=row.order_id,
-            event_id=row.event_id,
-            amount=row.amount,
-            currency=row.currency,
-            state=ChargeState(row.state),
-            provider_reference=row.provider_reference,
-            decline_reason=row.decline_reason,
-            settled_at=row.settled_at,
-            traceparent=row.traceparent,
-        )
-        for row in rows
-    ]
+    return [_settled(row) for row in rows]
+
+
+def _settled(row: Row[Any]) -> SettledCharge:
+    return SettledCharge(**{**row._mapping, "state": ChargeState(row.state)})
 
 
 _SETTLE = text("""
@@ -238,6 +229,36 @@ _SETTLE = text("""
     WHERE charge.charge_id = result.charge_id AND charge.attempt = result.attempt AND charge.state = 'requested'
     RETURNING charge.charge_id, order_id, event_id, amount, currency, charge.state, provider_reference,
               charge.decline_reason, settled_at, traceparent
+""")
+
+
+async def decide_review(
+    session: AsyncSession, charge_id: UUID, step: Settle, by: str, because: str
+) -> SettledCharge | None:
+    """Give a charge that waits for a person its result; None when it waits no longer."""
+    row = (
+        await session.execute(
+            _DECIDE_REVIEW,
+            {
+                "charge_id": charge_id,
+                "state": str(step.state),
+                "reference": step.reference,
+                "decline_reason": step.decline_reason,
+                "by": by,
+                "because": because,
+            },
+        )
+    ).one_or_none()
+    return None if row is None else _settled(row)
+
+
+_DECIDE_REVIEW = text("""
+    UPDATE charge
+    SET state = :state, provider_reference = :reference, decline_reason = :decline_reason,
+        settled_at = clock_timestamp(), decided_at = clock_timestamp(), decided_by = :by, decision_reason = :because
+    WHERE charge_id = :charge_id AND state = 'needs_review'
+    RETURNING charge_id, order_id, event_id, amount, currency, state, provider_reference, decline_reason, settled_at,
+              traceparent
 """)
 
 
@@ -301,6 +322,15 @@ async def find_charge_of_order(session: AsyncSession, order_id: int) -> Charge |
     """Return the charge of an order, or None. There is never more than one."""
     row = (await session.execute(_SELECT.where(charge.c.order_id == order_id))).one_or_none()
     return None if row is None else _charge(row)
+
+
+async def lowest_order_since(session: AsyncSession, moment: datetime) -> int | None:
+    """Return the lowest order id of the charges that were requested since then, or None. By the time in their ids."""
+    lowest: int | None = (await session.execute(_LOWEST_SINCE, {"lowest": lowest_id_at(moment)})).scalar_one()
+    return lowest
+
+
+_LOWEST_SINCE = text("SELECT min(order_id) FROM charge WHERE charge_id >= :lowest")
 
 
 async def page_of_charges(

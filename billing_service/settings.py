@@ -39,6 +39,8 @@ class BillingServiceSettings(ServiceSettings):
     idempotency_margin_hours: float = Field(
         1.0, gt=0, description="a charge that old goes to a person this much earlier"
     )
+    reconcile_interval_minutes: float = Field(60.0, ge=0, description="0: never by itself")
+    reconcile_hours: float = Field(48.0, gt=0, description="how far a reconciliation by itself looks back")
     breaker_failures: int = Field(10, ge=1, le=1000, description="failed calls in a row that pause charging")
     breaker_most_pause_seconds: Seconds = 30.0
 

@@ -52,6 +52,9 @@ charge = Table(
     Column("cancel_requested_at", DateTime(timezone=True)),
     Column("settled_at", DateTime(timezone=True)),
     Column("traceparent", Text, comment="of the order event: the charge continues its trace"),
+    Column("decided_at", DateTime(timezone=True)),
+    Column("decided_by", Text),
+    Column("decision_reason", Text),
     UniqueConstraint("order_id"),
     UniqueConstraint("event_id"),
     CheckConstraint("order_id > 0", name="order_id_positive"),
@@ -79,6 +82,7 @@ charge = Table(
     ),
     CheckConstraint("(decline_reason IS NOT NULL) = (state = 'declined')", name="decline_has_reason"),
     CheckConstraint("state <> 'needs_review' OR review_reason IS NOT NULL", name="review_has_reason"),
+    CheckConstraint("num_nulls(decided_at, decided_by, decision_reason) IN (0, 3)", name="decision_whole"),
     Index(
         "uq_charge_cancel_event_id",
         "cancel_event_id",

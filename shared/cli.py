@@ -95,20 +95,20 @@ def service_app(
             asyncio.run(make_topics(settings.kafka("topics"), owned_topics(settings), wait_seconds))
 
     outbox = typer.Typer(no_args_is_help=True, help="what waits to be published, for the person on call")
-    parked = parked_app(lambda work: _operate(settings_class, lambda database, _: work(database)), OUTBOX_CHANNEL)
+    parked = parked_app(lambda work: operate(settings_class, lambda database, _: work(database)), OUTBOX_CHANNEL)
     outbox.add_typer(parked, name="parked")
-    add_republish(outbox, lambda work: _operate(settings_class, work, limit_seconds=_READING_SECONDS))
+    add_republish(outbox, lambda work: operate(settings_class, work, limit_seconds=_READING_SECONDS))
     app.add_typer(outbox, name="outbox")
     letters = dead_letters_app(
-        lambda work: _operate(settings_class, lambda database, settings: work(database, settings.consumer_group))
+        lambda work: operate(settings_class, lambda database, settings: work(database, settings.consumer_group))
     )
     app.add_typer(letters, name="dead-letters")
     return app
 
 
-def _operate(
+def operate(
     settings_class: type[S],
-    work: Callable[[Database, ServiceSettings], Coroutine[Any, Any, None]],
+    work: Callable[[Database, S], Coroutine[Any, Any, None]],
     limit_seconds: float | None = None,
 ) -> None:
     """Run an operator's work on the service's database; exit status 2 and one line when it cannot be done.

@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import getpass
 import hashlib
 import json
 import re
@@ -16,6 +15,7 @@ from uuid import UUID
 import typer
 
 from shared.database import Database
+from shared.decisions import Because, By, DryRun, decider
 from shared.errors import InvalidInput, NotFound
 from shared.inbox import letters
 from shared.inbox.letters import Decision, LetterDetails, LetterLine, Selection
@@ -32,9 +32,6 @@ EventId = Annotated[UUID | None, typer.Option("--event-id", help="only the lette
 Key = Annotated[str | None, typer.Option("--key", help="only letters of this key (an aggregate's id)")]
 Since = Annotated[str | None, typer.Option("--since", help="first failed since; ISO 8601 with an offset, or 12h, 3d")]
 Everything = Annotated[bool, typer.Option("--all", help="every open letter")]
-By = Annotated[str, typer.Option("--by", help="who decides this; recorded. The user of the system when left out")]
-Because = Annotated[str, typer.Option("--because", help="why; recorded")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="tell what would happen and change nothing")]
 AsJson = Annotated[bool, typer.Option("--json", help="for machines")]
 
 _MEANING = (
@@ -107,7 +104,7 @@ def dead_letters_app(run: Run) -> typer.Typer:
                 database,
                 group,
                 _narrowed(chosen(), everything=everything),
-                _decision(by, because),
+                Decision(*decider(by, because)),
                 rate,
                 patience,
                 dry_run=dry_run,
@@ -131,7 +128,11 @@ def dead_letters_app(run: Run) -> typer.Typer:
         chosen = _selection(letter, reason, topic, event_id, key, since, "open")
         run(
             lambda database, group: _discard(
-                database, group, _narrowed(chosen(), everything=everything), _decision(by, because), dry_run=dry_run
+                database,
+                group,
+                _narrowed(chosen(), everything=everything),
+                Decision(*decider(by, because)),
+                dry_run=dry_run,
             )
         )
 
@@ -163,18 +164,6 @@ def _narrowed(chosen: Selection, *, everything: bool) -> Selection:
     if chosen.is_everything != everything:
         raise InvalidInput("name letters or a filter (--reason, --topic, …), or say --all, and not both")
     return chosen
-
-
-def _decision(by: str, because: str) -> Decision:
-    if not because.strip():
-        raise InvalidInput("--because is empty; say why, for whoever reads this later")
-    return Decision(by.strip() or _user(), because.strip())
-
-
-def _user() -> str:
-    with suppress(OSError, KeyError):
-        return getpass.getuser()
-    raise InvalidInput("--by is empty, and the system does not tell who you are; say who decides this")
 
 
 async def _list(database: Database, group: str, chosen: Selection, limit: int, *, as_json: bool) -> None:

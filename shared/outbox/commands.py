@@ -12,6 +12,7 @@ import typer
 from sqlalchemy.exc import SQLAlchemyError
 
 from shared.database import Database
+from shared.decisions import DryRun
 from shared.errors import InvalidInput, KafkaFailure, ServiceError, Unavailable
 from shared.lifecycle import describe
 from shared.moments import parse_moment
@@ -35,7 +36,6 @@ Run = Callable[[Callable[[Database], Coroutine[Any, Any, None]]], None]
 By = Annotated[str, typer.Option("--by", help="who decides this; recorded")]
 Topic = Annotated[str | None, typer.Option("--topic", help="only events of this topic")]
 ReasonContains = Annotated[str | None, typer.Option("--reason-contains", help="only events with this in their reason")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="tell what would happen and change nothing")]
 AsJson = Annotated[bool, typer.Option("--json", help="for machines")]
 
 _MEANING = (
