@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 from fastapi import FastAPI
 
@@ -23,6 +24,8 @@ from shared.database import Database
 from shared.inbox.consumer import InboxConsumer
 from shared.inbox.retrying import DeadLetterRetrier
 from shared.inbox.upkeep import InboxUpkeep
+from shared.inbox.window import WindowCheck
+from shared.kafka.topics import topic_retention
 from shared.lifecycle import Service
 from shared.outbox.append import EventWriter
 from shared.outbox.bootstrap import relay_services
@@ -76,12 +79,19 @@ def _consumer(settings: BillingServiceSettings, database: Database, upkeep_pool:
     notifier = Notifier(settings.listen_dsn, CHARGE_CHANNEL)
     notifier.name = "charge-notifier"
     units, handler = UnitsOfWork(database), OrderConfirmedHandler(notifier.signal)
+    kafka = settings.kafka("consumer")
+    window = WindowCheck(
+        partial(topic_retention, kafka, handler.topics),
+        window_days=settings.dedup_window_days,
+        permanent_key=handler.has_permanent_key,
+    )
     consumer = InboxConsumer(
-        settings=settings.inbox(), kafka=settings.kafka("consumer"), database=database, units=units, handler=handler
+        settings=settings.inbox(), kafka=kafka, database=database, units=units, handler=handler, window=window
     )
     retrier = DeadLetterRetrier(group=settings.consumer_group, units=units, handler=handler)
     return [
         notifier,
+        window,
         consumer,
         retrier,
         InboxUpkeep(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 
 from fastapi import FastAPI
 
@@ -15,6 +16,8 @@ from shared.database import Database
 from shared.inbox.consumer import InboxConsumer
 from shared.inbox.retrying import DeadLetterRetrier
 from shared.inbox.upkeep import InboxUpkeep
+from shared.inbox.window import WindowCheck
+from shared.kafka.topics import topic_retention
 from shared.lifecycle import Service
 from shared.outbox.admission import Admission, BacklogLimits
 from shared.outbox.append import EventWriter
@@ -70,11 +73,18 @@ def build(settings: OrderServiceSettings, roles: Collection[str] = ROLES) -> Fas
 def _consumer(settings: OrderServiceSettings, database: Database, upkeep_pool: Database) -> list[Service]:
     """Results of payments become the orders' payment status."""
     units, handler = UnitsOfWork(database), PaymentHandler()
+    kafka = settings.kafka("consumer")
+    window = WindowCheck(
+        partial(topic_retention, kafka, handler.topics),
+        window_days=settings.dedup_window_days,
+        permanent_key=handler.has_permanent_key,
+    )
     consumer = InboxConsumer(
-        settings=settings.inbox(), kafka=settings.kafka("consumer"), database=database, units=units, handler=handler
+        settings=settings.inbox(), kafka=kafka, database=database, units=units, handler=handler, window=window
     )
     retrier = DeadLetterRetrier(group=settings.consumer_group, units=units, handler=handler)
     return [
+        window,
         consumer,
         retrier,
         InboxUpkeep(

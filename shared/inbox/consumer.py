@@ -28,6 +28,7 @@ from shared.inbox import metrics
 from shared.inbox.batch import BatchSettler, Received, Settled, is_events_fault, receive
 from shared.inbox.blame import Blame, HandlerFails
 from shared.inbox.messages import Handler, M
+from shared.inbox.window import WindowCheck
 from shared.kafka.consumer import ConsumerSettings, GroupConsumer, UndecodableRecord
 from shared.kafka.records import ConsumedRecord, Fetched, Partition
 from shared.kafka.settings import KafkaSettings
@@ -43,6 +44,7 @@ _NO_PARTITION = (
 )
 _COMPARED_AT_LEAST = 128  # events read at once to find one that the handler takes, however small batches are
 _LINKS = 128  # the SDK's limit of links on a span
+_WINDOW_PAUSE_SECONDS = 0.05
 _DECODED_AT_ONCE = 256  # then others may run: an API in the same process
 
 
@@ -96,8 +98,10 @@ class InboxConsumer(BackgroundService, Generic[M]):
         database: Database,
         units: UnitsOfWork,
         handler: Handler[M],
+        window: WindowCheck | None = None,
     ) -> None:
         super().__init__()
+        self._window = window
         self.name = f"inbox-{settings.group}"
         self.stop_deadline_seconds = settings.rebalance_timeout_seconds + settings.leave_deadline_seconds * 2
         self._settings = settings
@@ -118,6 +122,9 @@ class InboxConsumer(BackgroundService, Generic[M]):
         self._skipped_offsets = 0
 
     async def run(self) -> None:
+        while self._window is not None and not (self._window.looked.is_set() or self.stopping.is_set()):
+            await self.pause(_WINDOW_PAUSE_SECONDS)
+        self._obey_window()
         try:
             await self._consume()
         except UndecodableRecord as failure:
@@ -126,6 +133,10 @@ class InboxConsumer(BackgroundService, Generic[M]):
         except KafkaFailure as failure:
             self._degraded(failure.detail)
             await self.pause(self.backoff.next_seconds())
+
+    def _obey_window(self) -> None:
+        if self._window is not None and self._window.verdict.forbids:
+            raise Refused(self._window.verdict.problem)
 
     async def _consume(self) -> None:
         """Be a member of the group until the service is to stop. Raises KafkaFailure: begin anew then."""
@@ -182,6 +193,7 @@ class InboxConsumer(BackgroundService, Generic[M]):
                     await task
 
     async def _step(self, consumer: GroupConsumer) -> None:
+        self._obey_window()
         fetched = await consumer.poll(max_records=self._batch_limit, wait_seconds=self._settings.poll_wait_seconds)
         if fetched.records:
             failpoints.hit("B1")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 import structlog
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
 
 from shared.errors import KafkaFailure, Refused
@@ -42,18 +43,59 @@ class TopicSpec:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class TopicRetention:
+    """How long a topic keeps what is written to it: None for ever."""
+
+    name: str
+    redelivery_seconds: float | None
+
+    @classmethod
+    def of(cls, name: str, config: Mapping[str, str]) -> TopicRetention:
+        """Read it from the topic's settings in Kafka's names.
+
+        A record goes with its segment, which is closed `segment.ms` after its first record at the latest. What is only
+        compacted keeps the last record of each key for ever.
+        """
+        retention, segment = int(config["retention.ms"]), int(config["segment.ms"])
+        if retention < 0 or "delete" not in config["cleanup.policy"]:
+            return cls(name, None)
+        return cls(name, (retention + segment) / 1000)
+
+
+async def topic_retention(
+    settings: KafkaSettings, topics: Sequence[str], deadline_seconds: float = 15.0
+) -> list[TopicRetention]:
+    """Return how long the broker keeps these topics. Raises KafkaFailure when it does not tell, or has no such one."""
+    async with _admin(settings, deadline_seconds) as admin:
+        answers = await admin.describe_configs([ConfigResource(ConfigResourceType.TOPIC, name) for name in topics])
+    found = []
+    for code, message, _, name, entries in (resource for answer in answers for resource in answer.resources):
+        if code:
+            raise KafkaFailure(f"topic {name}: {for_code(code).__name__} {message or ''}".rstrip())
+        found.append(TopicRetention.of(name, {entry[0]: entry[1] for entry in entries}))
+    return found
+
+
 async def ensure_topics(settings: KafkaSettings, specs: Sequence[TopicSpec], deadline_seconds: float = 30.0) -> None:
     """Make the topics that do not exist yet.
 
     Raises Refused when one exists with another partition count (changing it moves keys), KafkaFailure when no broker
     answers in time.
     """
+    async with _admin(settings, deadline_seconds) as admin:
+        await _create_missing(admin, specs)
+        await _check_partitions(admin, specs)
+
+
+@asynccontextmanager
+async def _admin(settings: KafkaSettings, deadline_seconds: float) -> AsyncIterator[AIOKafkaAdminClient]:
+    """Yield a client that is connected; what it does within must end in time. Raises KafkaFailure."""
     admin = AIOKafkaAdminClient(**settings.connection_options())
     try:
         async with asyncio.timeout(deadline_seconds):
             await admin.start()
-            await _create_missing(admin, specs)
-            await _check_partitions(admin, specs)
+            yield admin
     except TimeoutError:
         raise KafkaFailure(
             f"Kafka at {settings.bootstrap_servers} did not answer within {deadline_seconds:g} s"

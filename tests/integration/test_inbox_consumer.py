@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import asyncpg
 import pytest
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import CommitFailedError, IllegalStateError
 from prometheus_client import REGISTRY
 from sqlalchemy import text
 
 from chargeonce.stack import KafkaBroker
 from shared.errors import KafkaFailure
+from shared.inbox.window import WindowCheck
 from shared.kafka.consumer import GroupConsumer
 from shared.kafka.settings import KafkaSettings
+from shared.kafka.topics import DAY_MILLISECONDS, TopicRetention, topic_retention
 from shared.lifecycle import READY, State, running
 from shared.unit_of_work import UnitOfWork
 from tests.support.inbox import PARTITIONS, InboxUnderTest, inbox_under_test, payload
@@ -502,3 +507,59 @@ async def test_two_processes_with_one_instance_id_are_reported(inbox: InboxUnder
         await inbox.produce(*(payload(number) for number in range(60)))
         await inbox.settled(60)
     assert await inbox.numbers() == list(range(60))
+
+
+async def test_f24_a_consumer_stands_still_while_its_topic_outlasts_the_window(inbox: InboxUnderTest) -> None:
+    """No permanent key here: what came again after the window would take effect twice."""
+    await set_retention(inbox, days=60)
+    window = WindowCheck(
+        partial(topic_retention, inbox.kafka, (inbox.topic,)),
+        window_days=30,
+        permanent_key=False,
+        interval_seconds=0.2,
+    )
+    await inbox.produce(payload(1))
+    consumer = inbox.consumer()
+    consumer._window = window
+    async with running([window]):
+        await until(lambda: window.verdict.forbids)
+        async with running([consumer]):
+            await until(lambda: consumer.ready().state is State.DOWN and "61" in consumer.ready().reason)
+            assert "DEDUP_WINDOW_DAYS" in window.ready().reason
+            assert await inbox.numbers() == []
+            await set_retention(inbox, days=7)
+            await inbox.settled(1)
+        assert window.ready().state is State.READY
+    assert await inbox.numbers() == [1]
+
+
+async def test_f24_what_nobody_tells_is_degraded_and_looked_at_again(inbox: InboxUnderTest) -> None:
+    asked = 0
+
+    async def silent_at_first() -> list[TopicRetention]:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            raise KafkaFailure("Kafka did not answer within 15 s")
+        return await topic_retention(inbox.kafka, [inbox.topic])
+
+    window = WindowCheck(silent_at_first, window_days=30, permanent_key=False)
+    async with running([window]):
+        await until(lambda: window.ready().state is State.DEGRADED)
+        assert "did not answer" in window.ready().reason
+        await until(lambda: window.ready().state is State.READY)
+    assert not window.verdict.problem
+
+
+async def set_retention(inbox: InboxUnderTest, *, days: int) -> None:
+    """Change how long the topic keeps records, and wait until the broker says so."""
+    admin = AIOKafkaAdminClient(bootstrap_servers=inbox.kafka.bootstrap_servers)
+    await admin.start()
+    try:
+        changes = {"retention.ms": str(days * DAY_MILLISECONDS), "segment.ms": str(DAY_MILLISECONDS)}
+        await admin.alter_configs([ConfigResource(ConfigResourceType.TOPIC, inbox.topic, configs=changes)])
+    finally:
+        await admin.close()
+    async with asyncio.timeout(20):
+        while (await topic_retention(inbox.kafka, [inbox.topic]))[0].redelivery_seconds != (days + 1) * 86_400:
+            await asyncio.sleep(0.05)
