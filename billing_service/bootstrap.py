@@ -21,6 +21,7 @@ from billing_service.reconciliation import ReconciliationService
 from billing_service.repository import CLAIM_PLANNING
 from billing_service.settings import ROLES, BillingServiceSettings
 from shared.database import Database
+from shared.inbox.caution import Caution
 from shared.inbox.consumer import InboxConsumer
 from shared.inbox.retrying import DeadLetterRetrier
 from shared.inbox.upkeep import InboxUpkeep
@@ -85,8 +86,15 @@ def _consumer(settings: BillingServiceSettings, database: Database, upkeep_pool:
         window_days=settings.dedup_window_days,
         permanent_key=handler.has_permanent_key,
     )
+    inbox = settings.inbox()
     consumer = InboxConsumer(
-        settings=settings.inbox(), kafka=kafka, database=database, units=units, handler=handler, window=window
+        settings=inbox,
+        kafka=kafka,
+        database=database,
+        units=units,
+        handler=handler,
+        window=window,
+        caution=Caution(upkeep_pool, inbox.group, inbox.max_batch_records),
     )
     retrier = DeadLetterRetrier(group=settings.consumer_group, units=units, handler=handler)
     return [

@@ -13,6 +13,7 @@ from order_service.handlers import PaymentHandler
 from order_service.settings import ROLES, OrderServiceSettings
 from order_service.upkeep import KeyUpkeep
 from shared.database import Database
+from shared.inbox.caution import Caution
 from shared.inbox.consumer import InboxConsumer
 from shared.inbox.retrying import DeadLetterRetrier
 from shared.inbox.upkeep import InboxUpkeep
@@ -79,8 +80,15 @@ def _consumer(settings: OrderServiceSettings, database: Database, upkeep_pool: D
         window_days=settings.dedup_window_days,
         permanent_key=handler.has_permanent_key,
     )
+    inbox = settings.inbox()
     consumer = InboxConsumer(
-        settings=settings.inbox(), kafka=kafka, database=database, units=units, handler=handler, window=window
+        settings=inbox,
+        kafka=kafka,
+        database=database,
+        units=units,
+        handler=handler,
+        window=window,
+        caution=Caution(upkeep_pool, inbox.group, inbox.max_batch_records),
     )
     retrier = DeadLetterRetrier(group=settings.consumer_group, units=units, handler=handler)
     return [

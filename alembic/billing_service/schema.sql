@@ -126,6 +126,23 @@ CREATE TABLE public.dedup_floor (
     CONSTRAINT ck_dedup_floor_one_row CHECK (singleton)
 );
 COMMENT ON TABLE public.dedup_floor IS 'lowest event id that still has a partition; only rises';
+CREATE TABLE public.inbox_attempt (
+    consumer_group text NOT NULL,
+    topic text NOT NULL,
+    partition integer NOT NULL,
+    first_offset bigint NOT NULL,
+    last_offset bigint NOT NULL,
+    attempts integer NOT NULL,
+    last_attempt_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL
+);
+COMMENT ON TABLE public.inbox_attempt IS 'what is in hand after a member died; committed before it is tried';
+CREATE TABLE public.inbox_member (
+    member_id uuid NOT NULL,
+    consumer_group text NOT NULL,
+    entered_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    died_at timestamp with time zone
+);
+COMMENT ON TABLE public.inbox_member IS 'consumers that run; each holds a lock of its session while it lives';
 CREATE TABLE public.inbox_tally (
     tally_id bigint NOT NULL,
     consumer_group text NOT NULL,
@@ -234,6 +251,10 @@ ALTER TABLE ONLY public.dead_letter
     ADD CONSTRAINT pk_dead_letter PRIMARY KEY (letter_id);
 ALTER TABLE ONLY public.dedup_floor
     ADD CONSTRAINT pk_dedup_floor PRIMARY KEY (singleton);
+ALTER TABLE ONLY public.inbox_attempt
+    ADD CONSTRAINT pk_inbox_attempt PRIMARY KEY (consumer_group, topic, partition, first_offset, last_offset);
+ALTER TABLE ONLY public.inbox_member
+    ADD CONSTRAINT pk_inbox_member PRIMARY KEY (member_id);
 ALTER TABLE ONLY public.inbox_tally
     ADD CONSTRAINT pk_inbox_tally PRIMARY KEY (tally_id);
 ALTER TABLE ONLY public.outbox_bucket

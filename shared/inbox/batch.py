@@ -25,7 +25,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from shared import failpoints
 from shared.errors import MessageRejected, Refused, Unavailable, constraint_name, is_transient, sqlstate
 from shared.identifiers import lowest_id_at
-from shared.inbox.dead_letters import HANDLER_FAILED, Letter, failure_text, insert_letters
+from shared.inbox.dead_letters import HANDLER_FAILED, KILLS, Letter, failure_text, insert_letters
 from shared.inbox.messages import Handler, Incoming, M, M_co, stated_event_id
 from shared.kafka.records import ConsumedRecord
 from shared.unit_of_work import UnitOfWork, UnitsOfWork
@@ -152,7 +152,7 @@ class BatchSettler(Generic[M]):
         rejection = (
             error if isinstance(error, MessageRejected) else MessageRejected(HANDLER_FAILED, failure_text(error))
         )
-        blocks = isinstance(received, Readable) and rejection.reason == HANDLER_FAILED
+        blocks = isinstance(received, Readable) and rejection.reason in (HANDLER_FAILED, KILLS)
         dead = Unreadable(received.record, received.event_id, rejection, received.digest, blocks=blocks)
         try:
             return await self._settle([dead])

@@ -27,6 +27,8 @@ from shared.errors import KafkaFailure, MessageRejected, Refused, constraint_nam
 from shared.inbox import metrics
 from shared.inbox.batch import BatchSettler, Received, Settled, is_events_fault, receive
 from shared.inbox.blame import Blame, HandlerFails
+from shared.inbox.caution import DEATHS, Caution
+from shared.inbox.dead_letters import KILLS
 from shared.inbox.messages import Handler, M
 from shared.inbox.window import WindowCheck
 from shared.kafka.consumer import ConsumerSettings, GroupConsumer, UndecodableRecord
@@ -99,9 +101,11 @@ class InboxConsumer(BackgroundService, Generic[M]):
         units: UnitsOfWork,
         handler: Handler[M],
         window: WindowCheck | None = None,
+        caution: Caution | None = None,
     ) -> None:
         super().__init__()
         self._window = window
+        self._caution = caution
         self.name = f"inbox-{settings.group}"
         self.stop_deadline_seconds = settings.rebalance_timeout_seconds + settings.leave_deadline_seconds * 2
         self._settings = settings
@@ -133,6 +137,12 @@ class InboxConsumer(BackgroundService, Generic[M]):
         except KafkaFailure as failure:
             self._degraded(failure.detail)
             await self.pause(self.backoff.next_seconds())
+
+    async def stop(self) -> None:
+        """Settle the batch in hand and leave the group; only then is this a good end."""
+        await super().stop()
+        if self._caution is not None and (self._task is None or self._task.done()):
+            await self._caution.leave()
 
     def _obey_window(self) -> None:
         if self._window is not None and self._window.verdict.forbids:
@@ -271,7 +281,8 @@ class InboxConsumer(BackgroundService, Generic[M]):
         events of its key wait for that verdict too. Between parts a rebalance or a stop ends the batch early: the rest
         is read again by whoever owns it then.
         """
-        parts: list[Sequence[Received[M]]] = [await self._receive(fetched.records)]
+        chunks = [fetched.records] if self._caution is None else await self._caution.chunks(fetched)
+        parts: list[Sequence[Received[M]]] = [await self._receive(chunk) for chunk in reversed(chunks)]
         held: list[_Held] = []
         polled_at = time.monotonic()
         try:
@@ -317,6 +328,11 @@ class InboxConsumer(BackgroundService, Generic[M]):
 
     async def _outcome(self, part: Sequence[Received[M]]) -> Settled | Exception:
         """Settle a part, or return what one of its events did to it. Raises what is no event's fault."""
+        records = [received.record for received in part]
+        if self._caution is not None and self._caution.is_due(records[0]):
+            before = await self._caution.attempt(records)
+            if len(part) == 1 and before >= DEATHS:
+                return await self._bury(part[0], MessageRejected(KILLS, f"the process died with it {before} times"))
         try:
             return await self._settler.settle(part)
         except Exception as error:
@@ -388,6 +404,8 @@ class InboxConsumer(BackgroundService, Generic[M]):
         log.error("inbox.rebalance_without_batch", group=self._settings.group)
 
     def _rebalanced(self) -> None:
+        if self._caution is not None:
+            self._caution.assigned()
         self._rebalancing = False
         metrics.REBALANCES.labels(self._settings.group).inc()
 

@@ -21,6 +21,9 @@ from shared.kafka.records import ConsumedRecord
 HANDLER_FAILED = "handler_failed"
 """The handler raised on this event when it was alone: a bug, or data that the handler does not expect."""
 
+KILLS = "kills_the_consumer"
+"""The process died each time that it had this event alone in hand. It is not tried again by itself."""
+
 BEHIND = "behind_dead_letter"
 """An earlier event of the same key and topic failed, so this one waits behind its letter. It was never tried."""
 
@@ -60,7 +63,7 @@ _INSERT = text("""
                              payload, reason, error, blocks, attempts, next_attempt_at)
     SELECT :group, l.topic, l.partition, l.record_offset, l.key, l.event_id, CAST(l.headers AS jsonb),
            l.payload, l.reason, l.error, l.blocks, CASE WHEN l.reason = :behind THEN 0 ELSE 1 END,
-           CASE WHEN l.blocks AND l.reason <> :behind THEN clock_timestamp() + make_interval(secs => :retry_after) END
+           CASE WHEN l.blocks AND l.reason = :failed THEN clock_timestamp() + make_interval(secs => :retry_after) END
     FROM unnest(CAST(:topics AS text[]), CAST(:partitions AS integer[]), CAST(:offsets AS bigint[]),
                 CAST(:keys AS bytea[]), CAST(:event_ids AS uuid[]), CAST(:headers AS text[]),
                 CAST(:payloads AS bytea[]), CAST(:reasons AS text[]), CAST(:errors AS text[]),
@@ -98,6 +101,7 @@ async def insert_letters(
             "errors": [storable(letter.error) for letter in letters],
             "blocks": [letter.blocks and with_contents for letter in letters],
             "behind": BEHIND,
+            "failed": HANDLER_FAILED,
             "retry_after": RETRY_AFTER_SECONDS[0],
         },
     )

@@ -144,3 +144,35 @@ def downgrade_2(op: Ddl) -> None:
         ALTER TABLE dead_letter DROP COLUMN blocks, DROP COLUMN retrying, DROP COLUMN decided_at,
             DROP COLUMN decided_by, DROP COLUMN decision_reason, DROP COLUMN settled_at
     """)
+
+
+def upgrade_3(op: Ddl) -> None:
+    """Let a group know which of its members died, and what they had in hand."""
+    op.execute("""
+        CREATE TABLE inbox_member (
+            member_id      uuid        NOT NULL CONSTRAINT pk_inbox_member PRIMARY KEY,
+            consumer_group text        NOT NULL,
+            entered_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
+            died_at        timestamptz
+        )
+    """)
+    op.execute("COMMENT ON TABLE inbox_member IS 'consumers that run; each holds a lock of its session while it lives'")
+    op.execute("""
+        CREATE TABLE inbox_attempt (
+            consumer_group  text        NOT NULL,
+            topic           text        NOT NULL,
+            partition       integer     NOT NULL,
+            first_offset    bigint      NOT NULL,
+            last_offset     bigint      NOT NULL,
+            attempts        integer     NOT NULL,
+            last_attempt_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+            CONSTRAINT pk_inbox_attempt PRIMARY KEY (consumer_group, topic, partition, first_offset, last_offset)
+        )
+    """)
+    op.execute("COMMENT ON TABLE inbox_attempt IS 'what is in hand after a member died; committed before it is tried'")
+
+
+def downgrade_3(op: Ddl) -> None:
+    """Forget who died."""
+    op.execute("DROP TABLE inbox_attempt")
+    op.execute("DROP TABLE inbox_member")

@@ -116,6 +116,27 @@ def define_inbox(metadata: MetaData) -> None:
         CheckConstraint("status IN ('open', 'resolved', 'discarded')", name="status"),
     )
     Table(
+        "inbox_member",
+        metadata,
+        Column("member_id", Uuid, primary_key=True),
+        Column("consumer_group", Text, nullable=False),
+        Column("entered_at", DateTime(timezone=True), nullable=False, server_default=now),
+        Column("died_at", DateTime(timezone=True)),
+        comment="consumers that run; each holds a lock of its session while it lives",
+    )
+    Table(
+        "inbox_attempt",
+        metadata,
+        Column("consumer_group", Text, primary_key=True),
+        Column("topic", Text, primary_key=True),
+        Column("partition", Integer, primary_key=True, autoincrement=False),
+        Column("first_offset", BigInteger, primary_key=True, autoincrement=False),
+        Column("last_offset", BigInteger, primary_key=True, autoincrement=False),
+        Column("attempts", Integer, nullable=False),
+        Column("last_attempt_at", DateTime(timezone=True), nullable=False, server_default=now),
+        comment="what is in hand after a member died; committed before it is tried",
+    )
+    Table(
         "inbox_tally",
         metadata,
         Column("tally_id", BigInteger, Identity(always=True), primary_key=True),

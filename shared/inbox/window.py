@@ -59,8 +59,8 @@ def judge(window_days: int, topics: Sequence[TopicRetention], *, permanent_key: 
 class WindowCheck(PeriodicService):
     """Asks the broker for the topics' retention, at the start and every few minutes; the consumer obeys `verdict`.
 
-    `looked` is set when it was asked for the first time, whether it told or not. What cannot be found out is degraded and
-    logged: an outage of Kafka must not keep a consumer from starting.
+    `looked` is set when it was asked for the first time, whether it told or not. What cannot be found out is degraded
+    and logged: an outage of Kafka must not keep a consumer from starting.
     """
 
     name = "dedup-window"

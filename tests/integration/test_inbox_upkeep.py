@@ -17,7 +17,7 @@ from sqlalchemy.exc import DBAPIError
 from shared.database import Database, new_metadata
 from shared.errors import is_transient
 from shared.identifiers import lowest_id_at
-from shared.inbox.migrations import downgrade_1, downgrade_2, upgrade_1, upgrade_2
+from shared.inbox.migrations import downgrade_1, downgrade_2, downgrade_3, upgrade_1, upgrade_2, upgrade_3
 from shared.inbox.tables import define_inbox
 from shared.inbox.upkeep import InboxUpkeep, drop_expired_partitions, ensure_partitions, fold_tally
 from shared.lifecycle import READY, running
@@ -30,7 +30,7 @@ NOON = datetime(2026, 3, 10, 12, tzinfo=UTC)
 @pytest.fixture
 async def database(database_url: str) -> AsyncIterator[Database]:
     made = Database(database_settings(database_url))
-    await migrate_with(made, upgrade_1, upgrade_2)
+    await migrate_with(made, upgrade_1, upgrade_2, upgrade_3)
     yield made
     await made.close()
 
@@ -208,13 +208,14 @@ async def test_the_ddl_is_what_the_tables_declare_and_can_be_taken_back(
 
     made = Database(database_settings(await new_database()))
     try:
-        await migrate_with(made, upgrade_1, upgrade_2)
+        await migrate_with(made, upgrade_1, upgrade_2, upgrade_3)
         async with made.engine.connect() as connection:
             assert await connection.run_sync(shape) == []
         await ensure_partitions(made, window_days=1)
 
         def take_back(connection: Connection) -> None:
             operations = Operations(MigrationContext.configure(connection))
+            downgrade_3(operations)
             downgrade_2(operations)
             downgrade_1(operations)
 

@@ -307,7 +307,9 @@ async def test_killed_in_the_middle_it_is_run_again_and_sends_everything_in_orde
 async def test_f34_a_healthy_group_absorbs_the_copies_and_a_rebuilt_one_takes_them(
     outbox: OutboxUnderTest, unique_name: str
 ) -> None:
-    await migrate_with(outbox.database, inbox_migrations.upgrade_1, inbox_migrations.upgrade_2)
+    await migrate_with(
+        outbox.database, inbox_migrations.upgrade_1, inbox_migrations.upgrade_2, inbox_migrations.upgrade_3
+    )
     await ensure_partitions(outbox.database, window_days=3)
     async with outbox.database.engine.begin() as connection:
         await connection.execute(text("CREATE TABLE effect (event_id uuid, number bigint)"))

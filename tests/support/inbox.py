@@ -22,7 +22,7 @@ from shared.identifiers import new_event_id
 from shared.inbox.batch import BatchSettler, Settled, receive
 from shared.inbox.consumer import InboxConsumer, InboxSettings
 from shared.inbox.messages import EventMessage, Incoming, decode_json
-from shared.inbox.migrations import upgrade_1, upgrade_2
+from shared.inbox.migrations import upgrade_1, upgrade_2, upgrade_3
 from shared.inbox.summary import InboxSummary, inbox_summary
 from shared.inbox.upkeep import ensure_partitions
 from shared.kafka.records import ConsumedRecord
@@ -278,7 +278,7 @@ async def inbox_under_test(
     """Make the inbox in an empty database, and its topic unless `topic` is False."""
     database = Database(database_settings(url, pool_size=10))
     try:
-        await migrate_with(database, upgrade_1, upgrade_2)
+        await migrate_with(database, upgrade_1, upgrade_2, upgrade_3)
         await ensure_partitions(database, window_days=3)
         async with database.engine.begin() as connection:
             await connection.execute(
