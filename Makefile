@@ -8,6 +8,7 @@
 #   make check          format, lint, types, import contracts
 #   make bench          every benchmark, each against its baseline, some 15 minutes; the machine should be idle
 #   make bench-relay    the relay's alone   (BENCH="--only drain --rounds 3"; --help lists what there is)
+#   make bench-billing  billing's consumer   (BENCH likewise)
 #   make test-compose   the containers of compose.yaml under kills and restarts; needs Docker
 #   make requirements   pin the three requirements files anew from pyproject.toml   (UPGRADE=--upgrade)
 #   make clean          remove var (unless a run uses it) and the tools' caches; the environment stays
@@ -24,7 +25,7 @@ COMPILE = $(UV) pip compile --quiet --universal --python-version 3.11 --generate
 	--no-emit-find-links
 
 .DEFAULT_GOAL := help
-.PHONY: help install lab dev demo up test check bench bench-relay test-compose requirements clean
+.PHONY: help install lab dev demo up test check bench bench-relay bench-billing test-compose requirements clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
@@ -52,10 +53,13 @@ check: dev
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-bench: bench-relay
+bench: bench-relay bench-billing
 
 bench-relay: lab
 	@CHARGEONCE_VAR='$(VAR)' $(VENV)/bin/python -m tests.benchmarks.relay $(BENCH)
+
+bench-billing: lab
+	@CHARGEONCE_VAR='$(VAR)' $(VENV)/bin/python -m tests.benchmarks.billing $(BENCH)
 
 test-compose: dev
 	$(VENV)/bin/python -m pytest tests/compose

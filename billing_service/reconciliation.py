@@ -1,7 +1,7 @@
 """Compares our charges with the provider's payments, order by order, and tells what either side lacks.
 
 Both are read in pages ascending by order id, so memory is bounded however long they are. They are read at different
-moments, so a difference is looked at again, by order, until it stands still, before it is called one.
+moments, so a difference is looked at again, by order, some times, before it is called one.
 """
 
 from __future__ import annotations
@@ -147,17 +147,14 @@ class Reconciliation:
         self._pause_seconds = pause_seconds
 
     async def run(self, since: datetime | None = None) -> Report:
-        """Compare everything, or what belongs to charges requested since then and to orders behind the first of them.
+        """Compare everything, or the orders since then: also those that billing knows nothing of.
 
         Raises Unavailable when the provider does not tell, and what the database raises.
         """
         after = 0
         if since is not None:
             async with self._database.session() as session:
-                lowest = await repository.lowest_order_since(session, since)
-            if lowest is None:
-                return Report()
-            after = lowest - 1
+                after = await repository.order_before(session, since)
         report = Report()
         suspects: list[int] = []
         async for order_id, charge, payments in self._orders(after):

@@ -324,13 +324,19 @@ async def find_charge_of_order(session: AsyncSession, order_id: int) -> Charge |
     return None if row is None else _charge(row)
 
 
-async def lowest_order_since(session: AsyncSession, moment: datetime) -> int | None:
-    """Return the lowest order id of the charges that were requested since then, or None. By the time in their ids."""
-    lowest: int | None = (await session.execute(_LOWEST_SINCE, {"lowest": lowest_id_at(moment)})).scalar_one()
-    return lowest
+async def order_before(session: AsyncSession, moment: datetime) -> int:
+    """Return an order id behind which lies everything that belongs to the time since then, known here or not.
+
+    That is the last order before it, too: what a restored database has forgotten lies between that one and the first
+    that came afterwards. By the time in the charges' ids.
+    """
+    return int((await session.execute(_ORDER_BEFORE, {"lowest": lowest_id_at(moment)})).scalar_one())
 
 
-_LOWEST_SINCE = text("SELECT min(order_id) FROM charge WHERE charge_id >= :lowest")
+_ORDER_BEFORE = text("""
+    SELECT least((SELECT min(order_id) - 1 FROM charge WHERE charge_id >= :lowest),
+                 coalesce((SELECT max(order_id) FROM charge WHERE charge_id < :lowest), 0))
+""")
 
 
 async def page_of_charges(

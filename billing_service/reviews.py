@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 
 from billing_service import repository
 from billing_service.charge import Charge, ChargeState, Settle
@@ -19,6 +20,9 @@ from shared.money import format_stored_amount
 from shared.unit_of_work import UnitsOfWork
 
 _PAGE = 100
+CALL_MAY_LAST = timedelta(minutes=5)
+"""For so long after a call was given up a provider may still move the money that it asked for."""
+
 NO_PAYMENT = "none"
 """The reference of a charge that a person closed because the provider has no payment for it."""
 
@@ -70,7 +74,16 @@ class OpenReview:
         return Settle(ChargeState.DECLINED, payment.payment_id, payment.decline_reason or "unspecified")
 
     def cancellation(self, because: str) -> Settle:
-        """Return the end of a charge that moved no money. Raises Conflict while the provider has a payment for it."""
+        """Return the end of a charge that moved no money.
+
+        Raises Conflict while the provider has a payment for it, or may still be working on the last call.
+        """
+        called_until = self.charge.next_attempt_at or self.charge.requested_at
+        if self.charge.first_attempt_at is not None and datetime.now(UTC) < called_until + CALL_MAY_LAST:
+            raise Conflict(
+                f"the last call for order {self.charge.order_id} may still be at the provider. Nothing was changed: "
+                f"try again after {called_until + CALL_MAY_LAST:%Y-%m-%d %H:%M:%S}Z"
+            )
         if self.payments:
             raise Conflict(
                 f"the provider has {len(self.payments)} payments for order {self.charge.order_id}, so it cannot be "

@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager
 
 import asyncpg
 
+from billing_service.settings import BillingServiceSettings
+from billing_service.tables import metadata as billing_metadata
 from chargeonce.stack import PostgresServer
 from order_service.settings import OrderServiceSettings
 from order_service.tables import metadata
@@ -32,6 +34,20 @@ _NAIVE_TABLE = """
     CREATE INDEX outbox_unpublished ON outbox (id) WHERE published IS NULL
 """
 
+# Marks and charges as one would write them down: a key each, and no more indexes than those.
+_NAIVE_BILLING = """
+    CREATE TABLE processed_event (
+        event_id uuid NOT NULL, consumer_group text NOT NULL, processed_at timestamptz NOT NULL DEFAULT now(),
+        PRIMARY KEY (event_id, consumer_group)
+    );
+    CREATE INDEX ON processed_event (processed_at);
+    CREATE TABLE charge (
+        charge_id uuid PRIMARY KEY DEFAULT uuidv7(), order_id bigint NOT NULL, event_id uuid NOT NULL UNIQUE,
+        customer_id bigint NOT NULL, amount numeric(19, 4) NOT NULL, currency text NOT NULL,
+        state text NOT NULL DEFAULT 'requested', requested_at timestamptz NOT NULL DEFAULT clock_timestamp()
+    )
+"""
+
 _POLL_SECONDS = 0.1
 
 
@@ -51,6 +67,19 @@ class Databases:
             raise BenchmarkError(f"ORDER_SERVICE_TOPIC_PARTITIONS must be {PARTITIONS} or unset here")
         database = settings.database("benchmark")
         await migrate_database("order_service", database, metadata, topics, settings.dedup_window_days, 30.0)
+
+    async def make_billing(self, name: str) -> None:
+        """Make an empty database of the billing service, by its own migrations."""
+        await self.server.create_database(name)
+        settings = BillingServiceSettings(database_url=self.server.dsn(name))
+        database = settings.database("benchmark")
+        await migrate_database("billing_service", database, billing_metadata, [], settings.dedup_window_days, 30.0)
+
+    async def make_naive_billing(self, name: str) -> None:
+        """Make a database with the naive consumer's empty tables."""
+        await self.server.create_database(name)
+        async with self.connected(name) as connection:
+            await connection.execute(_NAIVE_BILLING)
 
     async def make_naive(self, name: str) -> None:
         """Make a database with the naive relay's empty table."""

@@ -67,10 +67,16 @@ BUCKET_OF = {key: bucket_of(key) for key in KEYS}
 PARTITION_OF = {key: partition_of(key, PARTITIONS) for key in KEYS}
 
 
-def events(count: int, first: int = 0) -> Iterator[Event]:
-    """Yield `count` events with the numbers from `first` on; the same numbers give the same events."""
+_A_TIME_IN_2025 = 0x019B_0000_0000
+
+
+def events(count: int, first: int = 0, at_milliseconds: int = _A_TIME_IN_2025) -> Iterator[Event]:
+    """Yield `count` events with the numbers from `first` on; the same numbers give the same events.
+
+    Their UUIDv7 are of one millisecond and ascend.
+    """
     choose = random.Random(first)
-    start = 0x019B_0000_0000 << 80 | 7 << 76 | 0b10 << 62  # UUIDv7 of one millisecond in 2025, ascending
+    start = at_milliseconds << 80 | 7 << 76 | 0b10 << 62
     filler = " ".join(choose.choices(_WORDS, k=4000))
     for number in range(first, first + count):
         event_id = UUID(int=start + number)
@@ -78,7 +84,8 @@ def events(count: int, first: int = 0) -> Iterator[Event]:
         text = (
             f'{{"sequence":"{number // KEY_COUNT:08}","event_id":"{event_id}","event_type":"{EVENT_TYPE}",'
             f'"occurred_at":"2026-03-{1 + roll % 28:02}T{roll % 24:02}:{roll % 60:02}:{roll // 7 % 60:02}Z",'
-            f'"order_id":{100_000 + number},"customer_id":{roll % 90_000},"total_amount":"{roll % 99_999 / 100:.2f}",'
+            f'"order_id":{100_000 + number},"customer_id":{1 + roll % 90_000},'
+            f'"total_amount":"{(1 + roll % 99_998) / 100:.2f}",'
             f'"currency":"EUR","aggregate_version":1,"note":"'
         )
         begin = roll % 20_000

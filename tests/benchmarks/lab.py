@@ -69,6 +69,16 @@ class Lab:
             settled=settled,
         )
 
+    def consumer(self, database: str, group: str) -> AbstractAsyncContextManager[Subject]:
+        """Start billing's consumer, up to its command `start`."""
+        settings = {**self.settings(database), "consumer_group": group}
+        return self._subject("consumer", settings=settings)
+
+    def naive_consumer(self, database: str, group: str) -> AbstractAsyncContextManager[Subject]:
+        """Start the naive consumer, up to its command `start`."""
+        dsn = self.stack.postgres.dsn(database)
+        return self._subject("naive_consumer", dsn=dsn, bootstrap_servers=self.kafka, topic=TOPIC, group=group)
+
     def writer(
         self, database: str, *, naive: bool, rate_per_second: float, seconds: float
     ) -> AbstractAsyncContextManager[Subject]:

@@ -27,6 +27,7 @@ class Subject:
     def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path) -> None:
         self.name = name
         self.loop = ""
+        self.pid = process.pid
         self._process = process
         self._log = log
 

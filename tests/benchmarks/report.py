@@ -24,9 +24,9 @@ def write_json(path: Path, result: dict[str, Any]) -> None:
     aside.rename(path)
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(title: str, rows: Sequence[Row]) -> Table:
     """Return the rows as a table; a target that was missed says so."""
-    shown = Table(title="relay", title_justify="left")
+    shown = Table(title=title, title_justify="left")
     shown.add_column("measure")
     for name in ("value", "baseline", "ratio"):
         shown.add_column(name, justify="right")

@@ -11,6 +11,7 @@ class Sizes:
 
     rounds: int = 5
     events: int = 500_000
+    consumed_events: int = 200_000
     memory_events: int = 1_000_000
     burst_events: int = 100_000
     compression_events: int = 200_000
@@ -26,6 +27,7 @@ class Sizes:
 QUICK = Sizes(
     rounds=1,
     events=3000,
+    consumed_events=3000,
     memory_events=3000,
     burst_events=500,
     compression_events=3000,

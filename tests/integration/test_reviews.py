@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,11 @@ async def test_f42_a_charge_is_closed_only_when_the_provider_has_no_payment(
     await billing.request(new_charge(1), paid := new_charge(2), new_charge(3))
     await to_review(billing, 1, 2)
     assert await provider.charge(str(paid.event_id), 2, "19.99") == 201
+    await billing.execute("UPDATE charge SET request = '', first_attempt_at = now() WHERE order_id = 1")
+    too_early = await command(billing, provider, "reviews", "cancel", "1", "--because", "nobody was charged")
+    assert too_early[0] == 2
+    assert "may still be at the provider" in too_early[2]
+    await billing.execute("UPDATE charge SET next_attempt_at = now() - interval '6 minutes' WHERE order_id = 1")
     closed, refused, not_waiting, unknown, away, mute = await asyncio.gather(
         command(billing, provider, "reviews", "cancel", "1", "--because", "nobody was charged", "--by", "ada"),
         command(billing, provider, "reviews", "cancel", "2", "--because", "nobody was charged"),
@@ -181,11 +187,13 @@ async def plant(billing: BillingUnderTest, provider: Provider) -> dict[int, Kind
     }
 
 
-async def reconciled(billing: BillingUnderTest, provider: Provider, **options: Any) -> dict[int, Kind]:
+async def reconciled(
+    billing: BillingUnderTest, provider: Provider, since: datetime | None = None, **options: Any
+) -> dict[int, Kind]:
     gateway = HttpPaymentGateway(provider.url)
     await gateway.open()
     try:
-        report = await Reconciliation(billing.database, gateway, pause_seconds=0.01, **options).run()
+        report = await Reconciliation(billing.database, gateway, pause_seconds=0.01, **options).run(since)
     finally:
         await gateway.close()
     return {finding.order_id: finding.kind for finding in report.findings}
@@ -216,6 +224,27 @@ async def test_a_reconciliation_of_ledgers_that_agree_and_one_that_cannot_be_tol
     assert "30 charges and 30 payments compared: they agree" in agree[1]
     assert away[0] == 2
     assert "provider" in away[2]
+
+
+async def test_payments_that_a_restored_database_has_forgotten_are_found_by_a_recent_look(
+    billing: BillingUnderTest, provider: Provider
+) -> None:
+    """Orders 1 and 5 are known, 2 to 4 were lost with the last backup; then also without any charge since."""
+    await billing.request(old := new_charge(1), new := new_charge(5))
+    await billing.execute(
+        "UPDATE charge SET charge_id = '01900000-0000-7000-8000-000000000000', state = 'captured', settled_at = now(), "
+        "provider_reference = 'x' WHERE order_id = 1"
+    )
+    for order_id, key in ((1, old.event_id), (2, "a"), (3, "b"), (4, "c"), (5, new.event_id)):
+        assert await provider.charge(str(key), order_id, "19.99") == 201
+    lost = dict.fromkeys((2, 3, 4), Kind.PAYMENT_WITHOUT_CHARGE)
+    hour_ago = datetime.now(UTC) - timedelta(hours=1)
+    assert await reconciled(billing, provider, since=hour_ago) == {**lost, 5: Kind.PAID_NOT_RECORDED}
+    await billing.execute("DELETE FROM charge WHERE order_id = 5")
+    assert await reconciled(billing, provider, since=hour_ago) == {
+        **lost,
+        5: Kind.PAYMENT_WITHOUT_CHARGE,
+    }, "order 1 is older, and its other reference is not looked at"
 
 
 async def test_what_is_under_way_is_no_finding(billing: BillingUnderTest, provider: Provider) -> None:

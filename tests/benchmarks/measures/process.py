@@ -29,7 +29,7 @@ async def measure(lab: Lab, sizes: Sizes) -> AsyncIterator[Row]:
         await lab.databases.settle(_DATABASE)
         async with lab.relay_process(_DATABASE) as pid:
             await until_drained(connection)
-            peak = _peak_bytes(pid)
+            peak = peak_bytes(pid)
             await asyncio.sleep(_SETTLE_SECONDS)  # what follows a drain, such as a last write of progress, is not idle
             idle = await _cpu_share(pid, sizes.idle_seconds)
     await check_complete(lab.kafka, sizes.memory_events)
@@ -50,7 +50,7 @@ async def measure(lab: Lab, sizes: Sizes) -> AsyncIterator[Row]:
     )
 
 
-def _peak_bytes(pid: int) -> int:
+def peak_bytes(pid: int) -> int:
     """Return the most memory that was ever resident, as the kernel kept it."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):

@@ -9,8 +9,8 @@ from importlib import import_module
 from shared import telemetry
 from tests.benchmarks import loop
 
-SUBJECTS = ("relay", "naive", "limit", "writer", "orders")
-_BASELINES = ("naive", "limit")
+SUBJECTS = ("relay", "naive", "limit", "writer", "orders", "consumer", "naive_consumer")
+_BASELINES = ("naive", "limit", "naive_consumer")
 
 if __name__ == "__main__":
     name, options = sys.argv[1:]
