@@ -51,6 +51,11 @@ class Caution:
         """Note that the group has a new assignment: somebody may have died."""
         self._look_due = True
 
+    @property
+    def is_calm(self) -> bool:
+        """Whether nothing calls for caution, as far as is known."""
+        return not (self._look_due or self._some_died)
+
     async def chunks(self, fetched: Fetched) -> list[Sequence[ConsumedRecord]]:
         """Return the records in the parts in which they should be settled: all at once, unless caution is due."""
         if self._look_due:

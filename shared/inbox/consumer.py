@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic
@@ -89,6 +89,14 @@ class InboxSettings:
         return self.batch_deadline_seconds + self.commit_deadline_seconds + 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Batch(Generic[M]):
+    """What was fetched at once, and what is in it."""
+
+    fetched: Fetched
+    received: Sequence[Received[M]]
+
+
 class InboxConsumer(BackgroundService, Generic[M]):
     """Consumes the handler's topics as one member of the group."""
 
@@ -117,6 +125,8 @@ class InboxConsumer(BackgroundService, Generic[M]):
         )
         self._blame = Blame(settings.lone_patience_seconds)
         self._client: GroupConsumer | None = None
+        self._fetching: asyncio.Task[_Batch[M]] | None = None
+        self._ahead: _Batch[M] | None = None
         self._one_by_one = False
         self._no_batch_in_hand = asyncio.Event()
         self._no_batch_in_hand.set()
@@ -171,6 +181,11 @@ class InboxConsumer(BackgroundService, Generic[M]):
             while not self.stopping.is_set():
                 await self._step(consumer)
         finally:
+            self._ahead = None
+            if self._fetching is not None:
+                fetching, self._fetching = self._fetching, None
+                await asyncio.wait({fetching})
+                fetching.exception()
             await consumer.close()
 
     def _membership(self) -> ConsumerSettings:
@@ -204,10 +219,10 @@ class InboxConsumer(BackgroundService, Generic[M]):
 
     async def _step(self, consumer: GroupConsumer) -> None:
         self._obey_window()
-        fetched = await consumer.poll(max_records=self._batch_limit, wait_seconds=self._settings.poll_wait_seconds)
-        if fetched.records:
+        batch = self._take_ahead(consumer) or await self._fetch(consumer, self._settings.poll_wait_seconds)
+        if batch.fetched.records:
             failpoints.hit("B1")
-            await self._work_off(consumer, fetched)
+            await self._work_off(consumer, batch)
         else:
             await self._idle(consumer)
         metrics.LAG_EVENTS.labels(self._settings.group).set(consumer.lag())
@@ -215,6 +230,21 @@ class InboxConsumer(BackgroundService, Generic[M]):
         if newly_skipped:
             self._skipped_offsets = consumer.skipped_offsets
             metrics.SKIPPED_OFFSETS.labels(self._settings.group).inc(newly_skipped)
+
+    async def _fetch(self, consumer: GroupConsumer, wait_seconds: float) -> _Batch[M]:
+        """Fetch a batch, decode it, and tell in which parts it is to be settled."""
+        fetched = await consumer.poll(max_records=self._batch_limit, wait_seconds=wait_seconds)
+        return _Batch(fetched, await self._receive(fetched.records))
+
+    def _take_ahead(self, consumer: GroupConsumer) -> _Batch[M] | None:
+        """Return the batch that was fetched while the last one was settled, unless it is being revoked or was.
+
+        A rebalance that has waited for the last batch goes on now: another one would be settled after it.
+        """
+        batch, self._ahead = self._ahead, None
+        if batch is None or self._rebalancing or batch.fetched.epoch != consumer.epoch:
+            return None
+        return batch
 
     async def _idle(self, consumer: GroupConsumer) -> None:
         """Nothing to do: catch up on a failed commit, and tell how things stand."""
@@ -242,16 +272,22 @@ class InboxConsumer(BackgroundService, Generic[M]):
             return
         self._postponed = False
 
-    async def _work_off(self, consumer: GroupConsumer, fetched: Fetched) -> None:
-        """Settle a batch as far as possible and commit its offsets; then, if something failed, wait and seek back."""
+    async def _work_off(self, consumer: GroupConsumer, batch: _Batch[M]) -> None:
+        """Settle a batch as far as possible and commit its offsets; then, if something failed, wait and seek back.
+
+        Meanwhile the next one is fetched and decoded. If this one is not settled to its end, that is read again too.
+        """
         self._no_batch_in_hand.clear()
         began = time.monotonic()
+        fetched = batch.fetched
+        if self._caution is None or self._caution.is_calm:
+            self._fetching = asyncio.create_task(self._fetch(consumer, 0.0))
         progress = _Progress()
         failure: Exception | None = None
         try:
             with _span(self._settings.group, fetched.records):
                 try:
-                    await self._settle(consumer, fetched, progress)
+                    await self._settle(consumer, batch, progress)
                 except Exception as error:
                     failure = error
                 consumer.settled(progress.next_offsets, fetched.epoch)
@@ -261,19 +297,30 @@ class InboxConsumer(BackgroundService, Generic[M]):
                         failpoints.hit("B5")
         finally:
             self._no_batch_in_hand.set()
+        ahead = await self._fetched_ahead()
         if isinstance(failure, KafkaFailure):
             raise failure  # of a poll between two parts: positions may be anywhere, so this client has to go
+        unsettled = {**(ahead.fetched.first_offsets() if ahead else {}), **progress.unsettled(fetched)}
         if failure is not None:
-            await self._postpone(consumer, fetched, progress, failure)
+            await self._postpone(consumer, fetched, unsettled, failure)
             return
         if progress.complete(fetched):
+            self._ahead = ahead
             self._report(progress.settled, len(fetched.records), time.monotonic() - began)
             if not consumer.has_uncommitted:
                 self.readiness = READY
         else:
-            consumer.seek_back(progress.unsettled(fetched), fetched.epoch)
+            consumer.seek_back(unsettled, fetched.epoch)
 
-    async def _settle(self, consumer: GroupConsumer, fetched: Fetched, progress: _Progress) -> None:
+    async def _fetched_ahead(self) -> _Batch[M] | None:
+        """Return what was fetched meanwhile, if anything. Raises KafkaFailure: this client has to go then."""
+        fetching, self._fetching = self._fetching, None
+        if fetching is None:
+            return None
+        batch = await fetching
+        return batch if batch.fetched.records else None
+
+    async def _settle(self, consumer: GroupConsumer, batch: _Batch[M], progress: _Progress) -> None:
         """Settle the batch in one transaction; if one of its events fails it, in halves until that event is alone.
 
         Parts are settled in the order of the log, so progress is always a prefix of each partition. An event that
@@ -281,8 +328,9 @@ class InboxConsumer(BackgroundService, Generic[M]):
         events of its key wait for that verdict too. Between parts a rebalance or a stop ends the batch early: the rest
         is read again by whoever owns it then.
         """
-        chunks = [fetched.records] if self._caution is None else await self._caution.chunks(fetched)
-        parts: list[Sequence[Received[M]]] = [await self._receive(chunk) for chunk in reversed(chunks)]
+        parts: list[Sequence[Received[M]]] = [batch.received]
+        if self._caution is not None and len(chunks := await self._caution.chunks(batch.fetched)) > 1:
+            parts = [await self._receive(chunk) for chunk in reversed(chunks)]
         held: list[_Held] = []
         polled_at = time.monotonic()
         try:
@@ -303,6 +351,8 @@ class InboxConsumer(BackgroundService, Generic[M]):
                 if parts and (self._rebalancing or self.stopping.is_set()):
                     return
                 if parts and time.monotonic() - polled_at > self._settings.max_poll_interval_seconds / 10:
+                    if self._fetching is not None:
+                        await asyncio.wait({self._fetching})  # there is one poll at a time
                     consumer.pause()
                     await consumer.poll_paused(0.0)
                     polled_at = time.monotonic()
@@ -368,7 +418,7 @@ class InboxConsumer(BackgroundService, Generic[M]):
         return committed
 
     async def _postpone(
-        self, consumer: GroupConsumer, fetched: Fetched, progress: _Progress, failure: Exception
+        self, consumer: GroupConsumer, fetched: Fetched, unsettled: Mapping[Partition, int], failure: Exception
     ) -> None:
         """Read the unsettled records again after a backoff, polling meanwhile so that the membership lives on."""
         wait = self.backoff.next_seconds()
@@ -388,7 +438,7 @@ class InboxConsumer(BackgroundService, Generic[M]):
             exc_info=None if is_transient(failure) else failure,
         )
         consumer.pause()
-        consumer.seek_back(progress.unsettled(fetched), fetched.epoch)
+        consumer.seek_back(unsettled, fetched.epoch)
         until = time.monotonic() + wait
         while not self.stopping.is_set() and (left := until - time.monotonic()) > 0:
             await consumer.poll_paused(min(left, self._settings.poll_wait_seconds))

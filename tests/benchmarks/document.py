@@ -14,16 +14,19 @@ from tests.benchmarks.processes import ROOT
 from tests.benchmarks.report import number
 
 _PAGE = ROOT / "docs" / "performance.md"
-_BEGIN, _END = "<!-- relay: begin -->\n", "<!-- relay: end -->\n"
 
 
 def main(paths: list[str]) -> None:
-    """Replace what stands between the two marks."""
+    """Replace what stands between the two marks of the benchmark, whose name is the first file's."""
     results = [json.loads(Path(path).read_text()) for path in paths]
+    name = Path(paths[0]).stem
+    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
     page = _PAGE.read_text(encoding="utf-8")
-    before, _, rest = page.partition(_BEGIN)
-    _, _, after = rest.partition(_END)
-    _PAGE.write_text(f"{before}{_BEGIN}{section(results)}{_END}{after}", encoding="utf-8")
+    before, found, rest = page.partition(begin)
+    _, ended, after = rest.partition(end)
+    if not (found and ended):
+        raise SystemExit(f"{_PAGE.name} has no marks of {name}")
+    _PAGE.write_text(f"{before}{begin}{section(results)}{end}{after}", encoding="utf-8")
 
 
 def section(results: list[dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""The relay's benchmark works: every row is there, in its shape. What it measures is never asserted."""
+"""Both benchmarks work: every row is there, in its shape. What they measure is never asserted."""
 
 from __future__ import annotations
 
@@ -13,10 +13,18 @@ from pathlib import Path
 import pytest
 
 from chargeonce.stack import Stack
+from tests.benchmarks import billing, relay
+from tests.benchmarks.harness import Measures
 from tests.benchmarks.processes import ROOT
-from tests.benchmarks.relay import MEASURES
 
-ROWS_WITH_TARGETS = {
+BILLING = {
+    "fresh events": "ratio >= 1.3",
+    "duplicates, the whole topic again": "ratio >= 2",
+    "1 % poison": "ratio >= 0.6",
+    "two consumers": "ratio >= 0.9",
+    "resident memory of the consumer": "value <= 200",
+}
+RELAY = {
     "drain against naive": "ratio >= 4",
     "drain against limit": "ratio >= 0.5",
     "commit to ack at 100/s, p50": "ratio <= 1.2",
@@ -42,9 +50,14 @@ def directory() -> Iterator[Path]:
     directory.rmdir()
 
 
-async def test_the_benchmark_of_the_relay_tells_every_row_with_its_target(directory: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "measures", "with_targets"), [("relay", relay.MEASURES, RELAY), ("billing", billing.MEASURES, BILLING)]
+)
+async def test_a_benchmark_tells_every_row_with_its_target(
+    directory: Path, name: str, measures: Measures, with_targets: dict[str, str]
+) -> None:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.benchmarks.relay", "--quick", "--directory", str(directory)),
+        *(sys.executable, "-m", f"tests.benchmarks.{name}", "--quick", "--directory", str(directory)),
         cwd=ROOT,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -56,10 +69,10 @@ async def test_the_benchmark_of_the_relay_tells_every_row_with_its_target(direct
             process.terminate()
             await process.wait()
     assert process.returncode == 0, output
-    result = json.loads((directory / "relay.json").read_text())
+    result = json.loads((directory / f"{name}.json").read_text())
     rows = {row["measure"]: row for row in result["rows"]}
     targets = {measure: row["target"] for measure, row in rows.items() if row["target"]}
-    assert ROWS_WITH_TARGETS.items() <= targets.items()
+    assert with_targets.items() <= targets.items()
     for row in rows.values():
         assert row["unit"]
         assert row["rounds"]
@@ -68,9 +81,9 @@ async def test_the_benchmark_of_the_relay_tells_every_row_with_its_target(direct
         if row["baseline"] is not None:
             assert row["ratio"] == pytest.approx(row["value"] / row["baseline"])
         assert row["measure"][:12] in output
-    assert result["seconds"].keys() == MEASURES.keys()
+    assert result["seconds"].keys() == measures.keys()
     assert {"cpu", "cores", "memory_mb", "python", "postgres", "kafka"} <= result["machine"].keys()
     assert result["event_loop"]
     assert result["summary"] in " ".join(output.split())
-    assert (directory / "relay.png").read_bytes().startswith(b"\x89PNG")
+    assert (directory / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert not (directory / "run").exists(), "data of the run is gone"
