@@ -225,7 +225,10 @@ class InboxConsumer(BackgroundService, Generic[M]):
             await self._work_off(consumer, batch)
         else:
             await self._idle(consumer)
-        metrics.LAG_EVENTS.labels(self._settings.group).set(consumer.lag())
+        lag = consumer.lag()
+        metrics.LAG_EVENTS.labels(self._settings.group).set(lag)
+        if not (lag or batch.fetched.records):
+            metrics.LAG_SECONDS.labels(self._settings.group).set(0)
         newly_skipped = consumer.skipped_offsets - self._skipped_offsets
         if newly_skipped:
             self._skipped_offsets = consumer.skipped_offsets
@@ -306,7 +309,7 @@ class InboxConsumer(BackgroundService, Generic[M]):
             return
         if progress.complete(fetched):
             self._ahead = ahead
-            self._report(progress.settled, len(fetched.records), time.monotonic() - began)
+            self._report(progress.settled, fetched.records, time.monotonic() - began)
             if not consumer.has_uncommitted:
                 self.readiness = READY
         else:
@@ -472,12 +475,17 @@ class InboxConsumer(BackgroundService, Generic[M]):
         for reason, count in settled.reasons.items():
             metrics.DEAD_LETTERS.labels(group, reason).inc(count)
 
-    def _report(self, settled: Settled, records: int, seconds: float) -> None:
+    def _report(self, settled: Settled, records: Sequence[ConsumedRecord], seconds: float) -> None:
         group = self._settings.group
         self.backoff.reset()
         self._postponed = False
         self._batch_limit = min(self._settings.max_batch_records, self._batch_limit * 2)
-        metrics.BATCH_EVENTS.labels(group).observe(records)
+        metrics.BATCH_EVENTS.labels(group).observe(len(records))
+        written_at = [record.timestamp_ms for record in records if record.timestamp_ms > 0]
+        if written_at:
+            now = time.time_ns() // 1_000_000
+            metrics.LAG_SECONDS.labels(group).set(max(0, now - min(written_at)) / 1000)
+            metrics.EVENT_AGE.observe_since(written_at, now, 1000)
         metrics.BATCH_SECONDS.labels(group).observe(seconds)
         dead = settled.dead
         (log.warning if dead else log.debug)(

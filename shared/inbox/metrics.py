@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from shared.telemetry import LATENCY_BUCKETS
+from shared.telemetry import LATENCY_BUCKETS, BulkHistogram
 
 HANDLED = Counter("inbox_handled", "Events handled for the first time.", ["group"])
 DUPLICATES = Counter("inbox_duplicates", "Records whose event was settled before.", ["group"])
@@ -18,6 +18,14 @@ BATCH_SECONDS = Histogram(
 )
 BATCH_RETRIES = Counter("inbox_batch_retries", "Batches postponed by a passing failure.", ["group"])
 LAG_EVENTS = Gauge("inbox_lag_events", "Records of the assigned partitions that are not read yet.", ["group"])
+LAG_SECONDS = Gauge(
+    "inbox_lag_seconds", "Age of the oldest record of the last batch; 0 when nothing waits to be read.", ["group"]
+)
+EVENT_AGE = BulkHistogram(
+    "inbox_event_age_seconds",
+    "From a record's time, which is its event's, to the commit of its batch.",
+    (0.01, 0.05, 0.1, 0.5, 1, 5, 30, 60, 300, 1800, 3600, 86_400),
+)
 REBALANCES = Counter("inbox_rebalances", "Assignments received from the group.", ["group"])
 COMMIT_FAILURES = Counter("inbox_commit_failures", "Offset commits that failed or were dropped.", ["group"])
 SKIPPED_OFFSETS = Counter(

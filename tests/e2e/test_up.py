@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -14,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import asyncpg
 import psutil
 import pytest
 
 from chargeonce.foreground import CREATE_ORDER
 from chargeonce.stack.processes import port_is_free
 from chargeonce.system import PROCESSES, System
+from chargeonce.topology import database_dsn
 
 READY_DEADLINE_SECONDS = 120
 COMMAND = (sys.executable, "-m", "chargeonce")
@@ -145,9 +148,11 @@ async def test_up_charges_an_order_survives_kills_and_leaves_nothing_after_ctrl_
         await what_is_killed_comes_back(up)
         async with client.post(f"{up.url(0)}/orders", json=json.loads(printed.split("-d ")[1].strip("'"))) as response:
             assert response.status == 201
-            await until_charged(client, up, (await response.json())["order_id"])
+
+            second = await until_charged(client, up, (await response.json())["order_id"])
 
         await money_that_moved_twice_is_found(client, up, order, addresses)
+        await what_billing_lost_or_got_wrong_is_found(up, second["order_id"], addresses)
 
     await a_second_run_is_told_who_has_the_directory_and_the_port(up)
 
@@ -184,6 +189,33 @@ async def money_that_moved_twice_is_found(
     assert status == 1
     assert "double charges: more than one payment" in " ".join(output.split())
     assert f"orders {order['order_id']}" in output
+
+
+async def what_billing_lost_or_got_wrong_is_found(up: Up, order_id: int, addresses: tuple[str, ...]) -> None:
+    """By the audit, and by billing's own reconciliation with the provider."""
+    reconcile = (sys.executable, "-c", "from billing_service.cli import main; main()", "reconcile", "--json")
+    dsn = database_dsn("billing_service", up.port_base + 20)
+    environment = {
+        **os.environ,
+        "BILLING_SERVICE_DATABASE_URL": dsn,
+        "BILLING_SERVICE_PAYMENT_PROVIDER_URL": up.url(2),
+    }
+    billing = await asyncpg.connect(dsn)
+    try:
+        for damage, audit_says, reconcile_says in (
+            ("UPDATE charge SET amount = amount + 1 WHERE order_id = $1", "amount differences", "amount_differs"),
+            ("DELETE FROM charge WHERE order_id = $1", "payments without charge", "payment_without_charge"),
+        ):
+            await billing.execute(damage, order_id)
+            status, output, _ = await run("audit", *addresses)
+            assert status == 1
+            assert audit_says in " ".join(output.split())
+            process = await asyncio.create_subprocess_exec(*reconcile, env=environment, stdout=asyncio.subprocess.PIPE)
+            told = json.loads((await process.communicate())[0])
+            assert process.returncode == 1
+            assert {"order_id": order_id, "kind": reconcile_says}.items() <= told["findings"][-1].items()
+    finally:
+        await billing.close()
 
 
 async def a_second_run_is_told_who_has_the_directory_and_the_port(up: Up) -> None:

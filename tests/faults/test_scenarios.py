@@ -19,6 +19,8 @@ PROVIDER_FAULTS: list[dict[str, Any]] = [
     {"kind": "unavailable_503", "remaining": 3, "retry_after_seconds": 1},
     {"kind": "rate_limited_429", "remaining": 3, "retry_after_seconds": 1},
     {"kind": "wrong_body", "remaining": 3},
+    {"kind": "slow", "remaining": 3, "delay_seconds": 1},
+    {"kind": "conflict_409", "remaining": 3},
 ]
 
 

@@ -431,6 +431,27 @@ async def test_a_provider_that_is_away_opens_the_breaker_and_charges_go_on_after
     assert {charge.state for charge in settled} == {"captured"}
 
 
+async def test_a_failing_tls_handshake_moves_no_money_and_the_charge_waits(
+    billing: BillingUnderTest, provider: Provider
+) -> None:
+    """The address says https and nobody there speaks TLS: no request has left, and none is taken for one."""
+    charge = new_charge(order())
+    await billing.request(charge)
+    breaker = CircuitBreaker(4, failures_to_open=2, first_pause_seconds=0.1, most_pause_seconds=0.2)
+    executor = billing.executor(provider.url.replace("http://", "https://"), breaker)
+    async with running([executor]):
+        async with asyncio.timeout(15):
+            while executor.breaker.state is BreakerState.CLOSED:
+                await asyncio.sleep(0.01)
+        assert executor.ready().state is State.DEGRADED
+    assert (await billing.charge_of(charge.order_id)).state == "requested"
+    assert await provider.payments(charge.order_id) == []
+    async with running([billing.executor(provider.url)]):
+        [settled] = await billing.settled(charge.order_id)
+    assert settled.state == "captured"
+    assert len(await provider.payments(charge.order_id)) == 1
+
+
 # ----------------------------------------------------------------------------------- database and stopping
 
 

@@ -563,3 +563,27 @@ async def set_retention(inbox: InboxUnderTest, *, days: int) -> None:
     async with asyncio.timeout(20):
         while (await topic_retention(inbox.kafka, [inbox.topic]))[0].redelivery_seconds != (days + 1) * 86_400:
             await asyncio.sleep(0.05)
+
+
+async def test_lag_and_age_are_told_in_seconds(inbox: InboxUnderTest) -> None:
+    def told(name: str, **labels: str) -> float:
+        return REGISTRY.get_sample_value(name, labels) or 0.0
+
+    entered = asyncio.Event()
+    go_on = asyncio.Event()
+
+    async def wait(work: UnitOfWork) -> None:
+        entered.set()
+        await go_on.wait()
+
+    before = told("inbox_event_age_seconds_count"), told("inbox_event_age_seconds_sum")
+    inbox.handler.before = wait
+    await inbox.produce(*(payload(number) for number in range(6)))
+    async with inbox.consuming():
+        await entered.wait()
+        await asyncio.sleep(1.1)  # the events get that much older
+        go_on.set()
+        await inbox.settled(6)
+        await until(lambda: told("inbox_event_age_seconds_count") == before[0] + 6)
+        assert told("inbox_event_age_seconds_sum") >= before[1] + 6 * 1.1
+        await until(lambda: told("inbox_lag_seconds", group=inbox.group) == 0)
