@@ -571,6 +571,7 @@ async def test_lag_and_age_are_told_in_seconds(inbox: InboxUnderTest) -> None:
 
     entered = asyncio.Event()
     go_on = asyncio.Event()
+    clock = asyncio.get_running_loop().time
 
     async def wait(work: UnitOfWork) -> None:
         entered.set()
@@ -581,7 +582,8 @@ async def test_lag_and_age_are_told_in_seconds(inbox: InboxUnderTest) -> None:
     await inbox.produce(*(payload(number) for number in range(6)))
     async with inbox.consuming():
         await entered.wait()
-        await asyncio.sleep(1.1)  # the events get that much older
+        written = clock()
+        await until(lambda: clock() > written + 1.1)  # the events get that much older
         go_on.set()
         await inbox.settled(6)
         await until(lambda: told("inbox_event_age_seconds_count") == before[0] + 6)
