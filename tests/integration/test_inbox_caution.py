@@ -125,6 +125,7 @@ async def test_f35_an_event_that_kills_the_process_is_a_dead_letter_in_the_end(
         "topic": inbox.topic,
         "group": inbox.group,
         "kills": 777,
+        "instance_id": "the-only-one",
     }
     ends = []
     for _ in range(8):

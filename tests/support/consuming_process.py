@@ -38,12 +38,14 @@ class DyingHandler(EffectHandler):
         return await super().handle(work, events)
 
 
-async def main(url: str, bootstrap_servers: str, topic: str, group: str, kills: int) -> None:
-    """Consume until SIGTERM."""
+async def main(
+    url: str, bootstrap_servers: str, topic: str, group: str, kills: int = -1, instance_id: str | None = None
+) -> None:
+    """Consume until SIGTERM; the event with the number `kills` is the one that kills."""
     stopping = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
     database = Database(database_settings(url, pool_size=4))
-    settings = InboxSettings(group=group, instance_id="the-only-one", session_timeout_seconds=6.0)
+    settings = InboxSettings(group=group, instance_id=instance_id, session_timeout_seconds=6.0, max_batch_records=500)
     consumer = InboxConsumer(
         settings=settings,
         kafka=KafkaSettings(bootstrap_servers, client_id="test", request_timeout_seconds=10),
