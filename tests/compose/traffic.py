@@ -16,6 +16,7 @@ from tests.compose.project import ComposeProject
 BODY = {"customer_id": 7, "currency": "EUR", "items": [{"sku": "BOOK-1", "quantity": 2, "unit_price": "19.99"}]}
 _CLIENTS = 4
 _PAUSE_SECONDS = 0.2
+_AWAY_SECONDS = 30.0
 
 
 @dataclass
@@ -136,7 +137,15 @@ class Shop:
             ) from None
 
     async def get(self, url: str, **parameters: str | int) -> Any:
-        """What a GET answers, which must be 200."""
-        async with self.client.get(url, params=parameters) as response:
-            assert response.status == 200, await response.text()
-            return await response.json()
+        """What a GET answers, which must be 200.
+
+        A service whose database was restarted answers the first request on each connection that it lost with 503 and
+        Retry-After; that is waited for, as a client does.
+        """
+        async with asyncio.timeout(_AWAY_SECONDS):
+            while True:
+                async with self.client.get(url, params=parameters) as response:
+                    if response.status != 503:
+                        assert response.status == 200, await response.text()
+                        return await response.json()
+                    await asyncio.sleep(float(response.headers["Retry-After"]))
